@@ -118,8 +118,22 @@ FAMILIES: dict[str, dict] = {
         "rope_theta": 1e6,
         "num_nextn_predict_layers": 1,
     },
+    "mistral4": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "mistral4",
+        "first_k_dense_replace": 0,
+        "topk_method": "none",
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.5,
+        "rope_scaling": {**yarn(32, 1.0, 1.0, original=16), "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 8 / 24},
+    },
     "youtu": {**_SIZES, "model_type": "youtu", "tie_word_embeddings": True, "rope_theta": 1.6e6},
 }
+
+
+# Families that llama.cpp converts to GGUF, as the architecture deepseek2
+IN_GGUF = ("v2", "v2_lite", "v3", "kimi_k2", "moonlight", "glm_4_7_flash", "youtu")
 
 
 def is_moe(hf: dict, layer: int) -> bool:

@@ -17,10 +17,12 @@ from mla_jax.base.families import (
     ARCHITECTURES,
     DEFAULTS,
     IGNORED_KEYS,
+    NAMING_ROTATED_PART,
     NESTED_TYPES,
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
     PRESETS,
+    ROPE_DEFAULTS,
     ROPE_NEUTRAL_VALUES,
     SAYING_NOTHING,
     UNSUPPORTED_TYPES,
@@ -47,6 +49,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None  # queries grow with the position by this
 
 
 @no_type_check
@@ -132,7 +135,7 @@ class Config:
             self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         )
         values["num_key_value_heads"] = self.num_attention_heads
-        values["rope_scaling"] = rope and _rope_to_hf(rope)
+        values["rope_scaling"] = rope and _rope_to_hf(rope, self)
         if self.quantization_config is not None:
             values["quantization_config"] = self.quantization_config.to_hf()
         if self.model_type in ARCHITECTURES:
@@ -150,10 +153,16 @@ class Config:
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
 
-def _rope_to_hf(rope: dict) -> dict:
+def _rope_to_hf(rope: dict, config: Config) -> dict:
     """Both names of the type, and of the rest what differs from the default."""
     given = {k: v for k, v in rope.items() if v is not None and (k, v) != ("truncate", True)}
+    if config.model_type in NAMING_ROTATED_PART:
+        given["partial_rotary_factor"] = _rotated_part(config.qk_nope_head_dim, config.qk_rope_head_dim)
     return {**given, "type": rope["rope_type"]}
+
+
+def _rotated_part(nope: int, rope: int) -> float:
+    return rope / (nope + rope)
 
 
 def _read(path: Path) -> dict:
@@ -193,13 +202,14 @@ def _fields(hf: Mapping) -> dict:
     }
     values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
     values |= {k: v for k, v in hf.items() if k in _KNOWN and (v is not None or k in _NULLABLE)}
+    values["model_type"] = model_type
     values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
     if values.get("mlp_layer_types") is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
     values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
     values |= _rope(hf, values)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
-    return {**values, "model_type": model_type, "notes": _notes(hf, model_type)}
+    return {**values, "notes": _notes(hf, model_type)}
 
 
 _KNOWN = {f.name for f in dataclasses.fields(Config)} - {"notes"}
@@ -269,9 +279,14 @@ def _other_arithmetic(hf: Mapping) -> Iterator[str]:
         yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
 
 
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+
+
 def _rope(hf: Mapping, values: Mapping) -> dict:
     """`rope_theta` and `rope_scaling` from either spelling; transformers 5 puts both into `rope_parameters`."""
-    old, new = (_rope_settings(hf.get(name), values) for name in ("rope_scaling", "rope_parameters"))
+    if not any(hf.get(name) for name in ROPE_KEYS):
+        hf = ROPE_DEFAULTS.get(values["model_type"], {})
+    old, new = (_rope_settings(hf.get(name), values) for name in ROPE_KEYS)
     if other := [k for k in old if k in new and old[k] != new[k]]:
         both = [
             f"{k} is {shown(old[k])} in rope_scaling and {shown(new[k])} in rope_parameters" for k in other
@@ -294,10 +309,9 @@ def _rope_settings(given: object, values: Mapping) -> dict:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "yarn", "linear"):
         raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
+    known = _KNOWN_OF_DEFAULT if kind == "default" else _KNOWN_OF_ROPE
     strange = {
-        k: v
-        for k, v in given.items()
-        if k not in _KNOWN_OF_ROPE and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))
+        k: v for k, v in given.items() if k not in known and v not in _neutral_values(k, values)
     }
     if strange:
         named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
@@ -307,7 +321,17 @@ def _rope_settings(given: object, values: Mapping) -> dict:
 
 
 _FIELDS_OF_ROPE = {f.name for f in dataclasses.fields(RopeScaling)}
-_KNOWN_OF_ROPE = {*_FIELDS_OF_ROPE, "type", "rope_theta"}
+_KNOWN_OF_ROPE = {*_FIELDS_OF_ROPE, "type", "rope_theta", "max_position_embeddings"}
+_KNOWN_OF_DEFAULT = _KNOWN_OF_ROPE - {"llama_4_scaling_beta"}  # there is no trained length to grow by
+
+
+def _neutral_values(key: str, values: Mapping) -> tuple:
+    """Those of a further RoPE key; some families say which part of a whole head is rotated."""
+    neutral = ROPE_NEUTRAL_VALUES.get(key, (None,))
+    if key != "partial_rotary_factor" or values["model_type"] not in NAMING_ROTATED_PART:
+        return neutral
+    nope, rope = (values.get(name, getattr(Config, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    return (*neutral, _rotated_part(nope, rope)) if _is_length(nope) and _is_length(rope) else neutral
 
 
 def _filled_in(given: Mapping, kind: str, values: Mapping) -> dict:

@@ -59,7 +59,9 @@ RANGES = (
 ROPE_RANGES = (
     FieldRange(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
     FieldRange(
-        ("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"
+        ("mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta"),
+        lambda x: x is None or 0 <= x < 1e6,
+        "0 or more",
     ),
     FieldRange(
         ("original_max_position_embeddings",),
@@ -67,7 +69,8 @@ ROPE_RANGES = (
         f"1 to {LARGEST_OF['max_position_embeddings']:,}",
     ),
 )
-TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+# V2's two, and V3's with a bias and without
+TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc", "none")
 SCORING_FUNCS = ("softmax", "sigmoid")
 
 
@@ -158,7 +161,7 @@ def _routing(c: "Config") -> list[str]:
         found.append(f"num_experts_per_tok is {shown(chosen)}, but n_routed_experts only {shown(experts)}")
     if c.topk_method not in TOPK_METHODS:
         found.append(
-            f"topk_method is {printable(c.topk_method)}, expected greedy, group_limited_greedy or noaux_tc"
+            f"topk_method is {printable(c.topk_method)}, expected one of {', '.join(TOPK_METHODS)}"
         )
     if c.scoring_func not in SCORING_FUNCS:
         found.append(f"scoring_func is {printable(c.scoring_func)}, expected softmax or sigmoid")

@@ -56,15 +56,46 @@ DEFAULTS: dict[str, dict] = {
         "routed_scaling_factor": 1.8,
         "max_position_embeddings": 202752,
     },
+    "mistral4": {
+        **_V3,
+        **_UNGROUPED,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "max_position_embeddings": 1048576,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "topk_method": "none",
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    },
     "youtu": {**_DENSE, "q_lora_rank": 1536, "tie_word_embeddings": True, "max_position_embeddings": 131072},
     "unknown": {**_V3, **_DENSE},  # experts only where the config names them
 }
+
+# What rotates where neither of the two RoPE keys says it, if not RoPE's usual angles
+ROPE_DEFAULTS: dict[str, dict] = {
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+}
+# Families whose RoPE settings name the rotated part of a head in `partial_rotary_factor`
+NAMING_ROTATED_PART = ("mistral4",)
 
 ARCHITECTURES = {  # the classes of transformers that read each model_type
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
 
@@ -72,7 +103,7 @@ _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attentio
 UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
 # Models that also see, whose language model is their text_config: the rest is not read.
-NESTED_TYPES = ("kimi_k25",)
+NESTED_TYPES = ("kimi_k25", "mistral3")
 
 # Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
 # fmt: off
@@ -211,5 +242,13 @@ PRESETS: dict[str, dict] = {
         **_sizes(2048, 10240, 47, 20, 154880),
         "rope_theta": 1e6,
         "eos_token_id": [154820, 154827, 154829],
+    },
+    "mistral_small_4": {
+        "model_type": "mistral4",
+        **_sizes(4096, 12288, 36, 32, 131072),
+        "kv_lora_rank": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **ROPE_DEFAULTS["mistral4"],
     },
 }

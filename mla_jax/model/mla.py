@@ -150,7 +150,7 @@ class MLA(nnx.Module):
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
         the cached pages alone."""
         up, scale = self.up, rope.softmax_scale(self.config)
-        q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
+        q, kv = rope.grown(self.queries(x), turns), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
             new = {}
@@ -169,7 +169,7 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q = self.turned(self.queries(x), turns)
+        q = self.turned(rope.grown(self.queries(x), turns), turns)
         held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)

@@ -39,10 +39,14 @@ class Router(nnx.Module):
             x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
         )
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
-        # without a bias logits are in the same order, and need not wait for the scores
-        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else logits
-        topk_ids = largest(within_groups(choice, c), c.num_experts_per_tok or 1)
+        topk_ids = largest(within_groups(self.choice(logits, scores), c), c.num_experts_per_tok or 1)
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
+
+    def choice(self, logits: Float[Array, "n X"], scores: Float[Array, "n X"]) -> Float[Array, "n X"]:
+        """What experts and their groups are chosen by. V2's logits are in the order of its scores, and need not wait for them."""
+        if self.config.topk_method == "noaux_tc":
+            return scores + self.bias[...]
+        return scores if self.config.topk_method == "none" else logits
 
 
 def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "n X"]:
@@ -101,7 +105,7 @@ def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
 
 def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
     """V2's released code normalises or scales, V3's does both."""
-    v2 = config.topk_method != "noaux_tc"
+    v2 = config.topk_method in ("greedy", "group_limited_greedy")
     normalise = config.norm_topk_prob and not (v2 and config.num_experts_per_tok == 1)
     if normalise:
         chosen = chosen / (chosen.sum(-1, keepdims=True) + 1e-20)

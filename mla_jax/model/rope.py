@@ -1,6 +1,9 @@
-"""Rotary positions on the `rope` part of queries and keys, with YaRN: frequencies, factor on cos and sin, softmax scale."""
+"""Rotary positions on the `rope` part of queries and keys, with YaRN: frequencies, factor on cos and sin, softmax scale.
+
+Llama 4 also scales a whole query by its position."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,18 +58,37 @@ def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
     return (stretched * slow + kept * (1 - slow)).astype(np.float32)
 
 
-Turns = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+class Turns(NamedTuple):
+    """What positions do to queries and keys, in float32: of each pair cosine and sine of the angle, times the amplitude, and the
+    factor on each query as a whole, None for 1."""
+
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+    growth: Float[Array, "B T"] | None = None
 
 
 def turns(positions: Int[Array, "B T"], config: Config) -> Turns:
-    """Cosine and sine of each pair's angle, in float32, times the amplitude."""
     angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
-    return jnp.cos(angle) * amplitude(config.rope_scaling), jnp.sin(angle) * amplitude(config.rope_scaling)
+    factor = amplitude(config.rope_scaling)
+    return Turns(jnp.cos(angle) * factor, jnp.sin(angle) * factor, growth(positions, config.rope_scaling))
+
+
+def growth(positions: Int[Array, "B T"], rope: RopeScaling | None) -> Float[Array, "B T"] | None:
+    """Llama 4's factor on queries: one step up at each multiple of the trained length, 1 before the first."""
+    if rope is None or not rope.llama_4_scaling_beta:
+        return None
+    lengths = positions // rope.original_max_position_embeddings
+    return 1 + rope.llama_4_scaling_beta * jnp.log1p(lengths.astype(jnp.float32))
+
+
+def grown(q: Float[Array, "B T N H"], turns: Turns) -> Float[Array, "B T N H"]:
+    """Queries times their positions' factor."""
+    return q if turns.growth is None else q * turns.growth[..., None, None].astype(q.dtype)
 
 
 def rotate(x: Float[Array, "B T *H E"], turns: Turns, interleave: bool) -> Float[Array, "B T *H E"]:
     """Turns the pairs of `x` by their token's angles, in float32. Pairs are neighbours, or halves unless `interleave`."""
-    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), -1) for t in turns)
+    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), -1) for t in turns[:2])
     y = x.astype(jnp.float32)
     pairs = (*y.shape[:-1], -1, 2) if interleave else (*y.shape[:-1], 2, -1)
     axis = -1 if interleave else -2

@@ -37,9 +37,18 @@ PUBLISHED = {
                 163840, 50000, 131072, 163584, (163585,)),
     "glm_4_7_flash": (2048, 47, 20, 10240, 1536, 64, 1, 4, 1, 1, 768, 512, 192, 64, 256, "noaux_tc", "sigmoid", 1, 1, True,
                       1.8, 1, 154880, 1e6, 202752, None, (154820, 154827, 154829)),
+    "mistral_small_4": (4096, 36, 32, 12288, 2048, 128, 1, 4, 0, 1, 1024, 256, 64, 64, 128, "none", "softmax", 1, 1, True, 1.0, 0,
+                        131072, 10000, 1048576, 1, (2,)),
 }
 # fmt: on
-ROPE = {"v2_lite": (40, 0.707, 32), "v2": (40, 0.707, 32), "v3": (40, 1.0, 32), "kimi_k2": (32, 1.0, 1), "glm_4_7_flash": None}
+ROPE = {
+    "v2_lite": (40, 0.707, 32, 4096),
+    "v2": (40, 0.707, 32, 4096),
+    "v3": (40, 1.0, 32, 4096),
+    "kimi_k2": (32, 1.0, 1, 4096),
+    "glm_4_7_flash": None,
+    "mistral_small_4": (128, 1.0, 32, 8192),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -54,9 +63,9 @@ def test_a_preset_is_the_published_architecture(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_rotary_settings(name):
     rope = Config.preset(name).rope_scaling
-    found = rope and (rope.factor, rope.mscale, rope.beta_fast)
+    found = rope and (rope.factor, rope.mscale, rope.beta_fast, rope.original_max_position_embeddings)
     assert found == ROPE[name]
-    assert rope is None or (rope.rope_type, rope.beta_slow, rope.original_max_position_embeddings) == ("yarn", 1, 4096)
+    assert rope is None or (rope.rope_type, rope.beta_slow) == ("yarn", 1)
     assert rope is None or rope.mscale == rope.mscale_all_dim
 
 
@@ -83,6 +92,7 @@ def test_an_unknown_preset_names_the_known_ones():
 # ---- the two spellings of RoPE
 
 YARN = models.yarn(40, 1.0, 0.7)
+GROWING = {**PRESETS["mistral_small_4"]["rope_parameters"], "rope_theta": 10000.0}
 
 
 def spelled_by_transformers_5(hf: dict) -> dict:
@@ -110,10 +120,10 @@ def test_every_rotary_setting_is_read():
         "beta_fast": 20,
         "beta_slow": 2,
     }
-    given |= {"mscale": 0.5, "mscale_all_dim": 0.6, "attention_factor": 1.5, "truncate": False}
+    given |= {"mscale": 0.5, "mscale_all_dim": 0.6, "attention_factor": 1.5, "truncate": False, "llama_4_scaling_beta": 0.2}
     config = Config.from_hf({**V3, "rope_scaling": None, "rope_parameters": given})
     assert config.rope_theta == 5e4
-    assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False)
+    assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,6 @@ def test_other_rotary_scalings_are_refused(kind):
     [
         {"partial_rotary_factor": 0.5},
         {"attn_factor": 2.0},
-        {"llama_4_scaling_beta": 0.1},
         {"full_attention": {"rope_type": "yarn"}},
     ],
 )
@@ -171,12 +180,33 @@ def test_other_rotary_settings_are_refused_by_name(setting):
             Config.from_hf({**V3, "rope_scaling": rope})
 
 
+def test_queries_that_grow_from_no_length_on_are_refused():
+    with pytest.raises(Unsupported, match=r"llama_4_scaling_beta = 0\.1"):
+        Config.from_hf({**V3, "rope_scaling": {"type": "default", "llama_4_scaling_beta": 0.1}})
+
+
+@pytest.mark.parametrize("factor", [1, None, 64 / 128])
+def test_a_family_can_name_the_rotated_part_of_a_head(factor):
+    assert written("mistral4", rope_parameters=GROWING | {"partial_rotary_factor": factor}) == written("mistral4")
+
+
+@pytest.mark.parametrize(("family", "factor"), [("mistral4", 0.25), ("deepseek_v3", 64 / 192)])
+def test_another_part_of_a_head_is_refused(family, factor):
+    with pytest.raises(Unsupported, match="partial_rotary_factor"):
+        written(family, rope_parameters=GROWING | {"partial_rotary_factor": factor})
+
+
+def test_without_rotary_settings_a_family_has_its_own():
+    assert written("mistral4", rope_parameters=None) == written("mistral4")
+    assert written("mistral4").rope_scaling.llama_4_scaling_beta == 0.1
+
+
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in ROPE_NEUTRAL_VALUES.items() for v in values])
 def test_rotary_settings_that_change_nothing_are_accepted(key, value):
     assert Config.from_hf({**V3, "rope_scaling": {**V3["rope_scaling"], key: value}}) == Config.from_hf(V3)
 
 
-# ---- as transformers 5.23 writes them: the content of DeepseekV2Config(), DeepseekV3Config(), Glm4MoeLiteConfig(), YoutuConfig()
+# ---- as transformers 5.23 writes them: the content of DeepseekV2Config(), DeepseekV3Config() and so on
 
 WRITTEN = {
     "deepseek_v2": """
@@ -216,6 +246,19 @@ WRITTEN = {
         {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 1.8, "tie_word_embeddings": false,
         "topk_group": 1, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 256, "vocab_size": 154880}
     """,
+    "mistral4": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "kv_lora_rank": 256, "max_position_embeddings": 1048576, "model_type": "mistral4", "moe_intermediate_size": 2048,
+        "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 32,
+        "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 32, "output_router_logits": false,
+        "pad_token_id": 11, "pretraining_tp": 1, "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"beta_fast": 32.0,
+        "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 1048576, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+        "rope_type": "yarn", "type": "yarn"}, "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1,
+        "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 131072}
+    """,
     "youtu": """
         {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000, "embedding_initializer_range":
         0.03952847075210474, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
@@ -238,7 +281,7 @@ def test_what_transformers_5_writes_is_read_without_a_note(family):
     hf, config = json.loads(WRITTEN[family]), written(family)
     assert config.notes == ()
     assert config.rope_theta == 10000.0
-    assert config.rope_scaling is None
+    assert (config.rope_scaling is None) == (hf["rope_parameters"]["rope_type"] == "default")
     assert config.eos_token_id == (hf["eos_token_id"],)
     same = [key for key in hf if hasattr(config, key) and key not in ("eos_token_id", "mlp_layer_types", "num_experts_per_tok")]
     assert len(same) > 15
@@ -250,6 +293,7 @@ def test_routing_that_transformers_5_leaves_out_is_that_of_the_family():
         assert not {"scoring_func", "topk_method"} & json.loads(WRITTEN[family]).keys()
         assert (written(family).scoring_func, written(family).topk_method) == ("sigmoid", "noaux_tc")
     assert (written("deepseek_v2").scoring_func, written("deepseek_v2").topk_method) == ("softmax", "greedy")
+    assert (written("mistral4").scoring_func, written("mistral4").topk_method) == ("softmax", "none")
 
 
 def test_layer_types_say_which_layers_have_experts():
@@ -495,9 +539,10 @@ def test_settings_of_other_quantisers_become_schemes_and_are_written_as_they_wer
     assert Config.from_hf(config.to_hf()) == config
 
 
-def test_the_language_model_of_one_that_also_sees_is_read():
-    inner = {**V3, "model_type": "kimi_k2"}
-    config = Config.from_hf({"model_type": "kimi_k25", "text_config": inner, "quantization_config": grouped()})
+@pytest.mark.parametrize(("outer", "inner"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4")])
+def test_the_language_model_of_one_that_also_sees_is_read(outer, inner):
+    inner = {**V3, "model_type": inner}
+    config = Config.from_hf({"model_type": outer, "text_config": inner, "quantization_config": grouped()})
     assert config == Config.from_hf({**inner, "quantization_config": grouped()})
     assert "it also sees: the language model alone is read" in config.notes
     with pytest.raises(Unsupported, match="has an MLA model inside"):

@@ -1,6 +1,6 @@
 """Writes the golden folders: tiny models as transformers saves them, and their outputs there.
 
-    python tests/golden/make.py
+    python tests/golden/make.py [family ..]
 
 needs the extra `parity`. MTP layers, which transformers does not save, are put back as released checkpoints hold them."""
 
@@ -22,12 +22,24 @@ STEPS = 24
 
 
 def main():
-    for family, hf in models.FAMILIES.items():
-        folder = HERE / family
-        shutil.rmtree(folder, ignore_errors=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            oracle.load(models.write(Path(scratch), hf, models.tensors(hf))).to(torch.bfloat16).save_pretrained(folder)
-        _write(folder, oracle.load(folder), hf, {})
+    """Writes the families that are named, by default all."""
+    wanted = sys.argv[1:] or [*models.FAMILIES, "v3_mtp"]
+    for family in wanted:
+        if family in models.FAMILIES:
+            write_family(family)
+        else:
+            write_mtp()
+
+
+def write_family(family: str):
+    hf, folder = models.FAMILIES[family], HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        oracle.load(models.write(Path(scratch), hf, models.tensors(hf))).to(torch.bfloat16).save_pretrained(folder)
+    _write(folder, oracle.load(folder), hf, {})
+
+
+def write_mtp():
     hf, folder = models.FAMILIES["v3"], HERE / "v3_mtp"
     shutil.rmtree(folder, ignore_errors=True)
     models.write(folder, hf, {k: v.astype("bfloat16") for k, v in models.tensors(hf, mtp=True).items()})

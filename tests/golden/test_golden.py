@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def test_there_is_a_folder_of_every_family():
-    assert len(FOLDERS) == 8
+    assert {*FOLDERS} == {*models.FAMILIES, "v3_mtp"}
 
 
 def opened(folder: str, form: str) -> tuple[LLM, dict[str, np.ndarray]]:
@@ -36,8 +37,12 @@ def test_logits_in_every_form_equal_those_of_transformers(folder, form):
     assert relative(llm.logits(golden["tokens"]), golden["logits"]) < 1e-4
 
 
-# Steps know nothing of families: for forms that are not chosen by themselves one is enough.
-OTHERS = [pytest.param("v3", form, marks=(pytest.mark.once, pytest.mark.deep)) for form in ("naive", "fused")]
+# Steps know nothing of families: for forms that are not chosen by themselves one is enough, and those that change queries or
+# latents around a kernel.
+OTHERS = [
+    pytest.param(folder, form, marks=(pytest.mark.once, pytest.mark.deep))
+    for folder, form in (("v3", "naive"), ("v3", "fused"), ("mistral4", "fused"))
+]
 GREEDY = [
     *(pytest.param(folder, "auto", marks=() if folder == "v3" else pytest.mark.deep) for folder in FOLDERS),
     *OTHERS,

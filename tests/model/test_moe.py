@@ -168,6 +168,8 @@ ROUTING = {
         "routed_scaling_factor": 2.5,
     },
     "kimi k2": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+    "mistral 4": {"model_type": "mistral4", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    "v3 without a bias": {"model_type": "deepseek_v3", "topk_method": "none", "n_group": 4, "topk_group": 2},
 }
 SIZES = {
     "hidden_size": D,
@@ -194,9 +196,9 @@ def routed(c: Config, x: np.ndarray, gate: np.ndarray, bias: np.ndarray) -> list
     """{expert: weight} a token, from the papers' definitions, in float64."""
     found = []
     for logits in x.astype(np.float64) @ gate.astype(np.float64).T:
-        v3 = c.topk_method == "noaux_tc"
-        scores = 1 / (1 + np.exp(-logits)) if v3 else np.exp(logits) / np.exp(logits).sum()
-        choice = scores + bias if v3 else scores
+        v3 = c.topk_method in ("noaux_tc", "none")
+        scores = 1 / (1 + np.exp(-logits)) if c.scoring_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        choice = scores + bias if c.topk_method == "noaux_tc" else scores
         allowed = range(len(scores))
         if c.topk_method != "greedy":
             members = np.split(np.arange(len(scores)), c.n_group)
