@@ -118,6 +118,13 @@ FAMILIES: dict[str, dict] = {
         "rope_theta": 1e6,
         "num_nextn_predict_layers": 1,
     },
+    "axk1": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "axk1",
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": yarn(40, 1.0, 1.0),
+    },
     "mistral4": {
         **_SIZES,
         **_EXPERTS,
@@ -162,6 +169,8 @@ def shapes(hf: dict, mtp: bool = False) -> dict[str, tuple[int, ...]]:
         found[at + "self_attn.kv_b_proj.weight"] = (n * (hf["qk_nope_head_dim"] + hf["v_head_dim"]), r)
         found[at + "self_attn.o_proj.weight"] = (d, n * hf["v_head_dim"])
         found |= _mlp(hf, at, layer)
+        if hf["model_type"] == "axk1" and is_moe(hf, layer):
+            found[at + "post_mlp_layernorm.weight"] = (d,)
         if layer >= hf["num_hidden_layers"]:
             found |= {at + name: (d,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
             found |= {at + "eh_proj.weight": (d, 2 * d)}

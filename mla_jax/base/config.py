@@ -86,6 +86,7 @@ class Config:
     topk_group: int | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    post_mlp_layernorm: bool = False  # the sum of a layer's experts is normed before it is added
     num_nextn_predict_layers: int = 0  # MTP
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
@@ -151,6 +152,11 @@ class Config:
         if self.mlp_layer_types is not None:
             return self.mlp_layer_types[layer] == "sparse"
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def adds_experts_alone(self) -> bool:
+        """Whether layers add what each expert gives, and nothing that only their whole sum has."""
+        return not self.post_mlp_layernorm
 
 
 def _rope_to_hf(rope: dict, config: Config) -> dict:
@@ -310,9 +316,7 @@ def _rope_settings(given: object, values: Mapping) -> dict:
     if kind not in ("default", "yarn", "linear"):
         raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
     known = _KNOWN_OF_DEFAULT if kind == "default" else _KNOWN_OF_ROPE
-    strange = {
-        k: v for k, v in given.items() if k not in known and v not in _neutral_values(k, values)
-    }
+    strange = {k: v for k, v in given.items() if k not in known and v not in _neutral_values(k, values)}
     if strange:
         named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
         raise Unsupported("the RoPE settings need arithmetic that is not implemented", *shortened(named, 20))
@@ -330,7 +334,9 @@ def _neutral_values(key: str, values: Mapping) -> tuple:
     neutral = ROPE_NEUTRAL_VALUES.get(key, (None,))
     if key != "partial_rotary_factor" or values["model_type"] not in NAMING_ROTATED_PART:
         return neutral
-    nope, rope = (values.get(name, getattr(Config, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    nope, rope = (
+        values.get(name, getattr(Config, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")
+    )
     return (*neutral, _rotated_part(nope, rope)) if _is_length(nope) and _is_length(rope) else neutral
 
 

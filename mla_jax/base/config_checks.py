@@ -160,9 +160,7 @@ def _routing(c: "Config") -> list[str]:
     if chosen > experts:
         found.append(f"num_experts_per_tok is {shown(chosen)}, but n_routed_experts only {shown(experts)}")
     if c.topk_method not in TOPK_METHODS:
-        found.append(
-            f"topk_method is {printable(c.topk_method)}, expected one of {', '.join(TOPK_METHODS)}"
-        )
+        found.append(f"topk_method is {printable(c.topk_method)}, expected one of {', '.join(TOPK_METHODS)}")
     if c.scoring_func not in SCORING_FUNCS:
         found.append(f"scoring_func is {printable(c.scoring_func)}, expected softmax or sigmoid")
     if c.topk_method == "greedy":

@@ -56,6 +56,14 @@ DEFAULTS: dict[str, dict] = {
         "routed_scaling_factor": 1.8,
         "max_position_embeddings": 202752,
     },
+    "axk1": {
+        **_V3,
+        "n_routed_experts": 192,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 32768,
+        "post_mlp_layernorm": True,
+        "num_nextn_predict_layers": 0,
+    },
     "mistral4": {
         **_V3,
         **_UNGROUPED,
@@ -95,6 +103,7 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "axk1": "AXK1ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
@@ -250,5 +259,11 @@ PRESETS: dict[str, dict] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         **ROPE_DEFAULTS["mistral4"],
+    },
+    "axk1": {
+        "model_type": "axk1",
+        **_sizes(7168, 18432, 61, 64, 163840),
+        "bos_token_id": 163691,
+        "eos_token_id": 163691,
     },
 }

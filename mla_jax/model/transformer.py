@@ -35,6 +35,8 @@ class Block(nnx.Module):
         self.attn = MLA(config, rngs)
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
+        is_normed = config.post_mlp_layernorm and config.is_moe(layer)
+        self.mlp_post_norm = norm_weight(config, rngs, "model") if is_normed else None
 
     def __call__(
         self, x: Float[Array, "B T D"], pending: Any, batch: AnyBatch, layer: Layer | None, plan: StepPlan
@@ -58,6 +60,7 @@ class Block(nnx.Module):
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
             else:
                 y = self.mlp(y)
+            y = y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm[...], self.eps)
         found |= {} if load is None else {"load": load}
         return (settle(x + y, pending), left), layer, found
 

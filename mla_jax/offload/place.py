@@ -247,6 +247,10 @@ def refuse_unplaceable(wanted: ExpertOptions, figures: Figures) -> None:
     )
     _refuse_above("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
     _refuse_above("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
+    if not config.adds_experts_alone:
+        _refuse_above(
+            "defer", wanted.defer, 0, "this model changes the sum of a layer's experts, which must be whole"
+        )
 
 
 def _refuse_above(name: str, value: int | None, most: int, why: str) -> None:

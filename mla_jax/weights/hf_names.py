@@ -34,6 +34,7 @@ LAYER_RULES = (
     NameRule("mlp.shared.gate", "mlp.shared_experts.gate_proj.weight", "shared_mlp model"),
     NameRule("mlp.shared.up", "mlp.shared_experts.up_proj.weight", "shared_mlp model"),
     NameRule("mlp.shared.down", "mlp.shared_experts.down_proj.weight", "model shared_mlp"),
+    NameRule("mlp_post_norm", "post_mlp_layernorm.weight", "model"),
 )
 MTP_RULES = (
     NameRule("enorm", "enorm.weight", "model"),
@@ -60,12 +61,15 @@ VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
 
 
 def _needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head, scales of activations."""
+    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head, scales of activations,
+    and norms of dense layers that only the experts' sum passes through."""
     if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) or _SCALES.fullmatch(name):
         return True
     extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
     if extra is not None:
         return int(extra[1]) >= config.num_hidden_layers
+    if re.fullmatch(r"model\.layers\.\d+\.post_mlp_layernorm\.weight", name):
+        return config.post_mlp_layernorm
     return name == "lm_head.weight" and config.tie_word_embeddings
 
 

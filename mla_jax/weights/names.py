@@ -125,6 +125,10 @@ class NameTable:
     def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Origin:
         """The origin of our parameter `path`: the first alternative whose tensors are all `present`, else the first."""
         found = self.candidates(path, config)
+        if not found:
+            raise self.error(
+                f"{self.described} describes a model with {path}, which checkpoints of this kind do not hold"
+            )
         for origin in found:
             if present is not None and all(name in present for name in origin.names):
                 return origin

@@ -39,6 +39,8 @@ PUBLISHED = {
                       1.8, 1, 154880, 1e6, 202752, None, (154820, 154827, 154829)),
     "mistral_small_4": (4096, 36, 32, 12288, 2048, 128, 1, 4, 0, 1, 1024, 256, 64, 64, 128, "none", "softmax", 1, 1, True, 1.0, 0,
                         131072, 10000, 1048576, 1, (2,)),
+    "axk1": (7168, 61, 64, 18432, 2048, 192, 1, 8, 1, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 0,
+             163840, 10000, 32768, 163691, (163691,)),
 }
 # fmt: on
 ROPE = {
@@ -48,6 +50,7 @@ ROPE = {
     "kimi_k2": (32, 1.0, 1, 4096),
     "glm_4_7_flash": None,
     "mistral_small_4": (128, 1.0, 32, 8192),
+    "axk1": None,
 }
 
 
@@ -245,6 +248,17 @@ WRITTEN = {
         "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": true, "rope_parameters":
         {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 1.8, "tie_word_embeddings": false,
         "topk_group": 1, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 256, "vocab_size": 154880}
+    """,
+    "axk1": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 163691, "eos_token_id": 163691, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 32768, "model_type": "axk1", "moe_intermediate_size": 2048, "n_group": 8,
+        "n_routed_experts": 192, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "output_router_logits": false,
+        "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"rope_theta": 10000.0,
+        "rope_type": "default"}, "routed_scaling_factor": 2.5, "tie_word_embeddings": false, "topk_group": 4,
+        "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 163840}
     """,
     "mistral4": """
         {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,

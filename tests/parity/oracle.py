@@ -16,6 +16,7 @@ CLASSES = {
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "axk1": (transformers.AXK1Config, transformers.AXK1ForCausalLM),
     "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }
