@@ -65,6 +65,15 @@ def yarn(factor: float, mscale: float, all_dim: float, original: int = 64) -> di
     }
 
 
+def longrope(factors: list[float], original: int) -> dict:
+    return {
+        "type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": original,
+    }
+
+
 FAMILIES: dict[str, dict] = {
     "v2": {**_V2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rope_scaling": yarn(40, 0.707, 0.707)},
     "v2_lite": {
@@ -124,6 +133,17 @@ FAMILIES: dict[str, dict] = {
         "model_type": "axk1",
         "num_nextn_predict_layers": 0,
         "rope_scaling": yarn(40, 1.0, 1.0),
+    },
+    "minicpm3": {
+        **_SIZES,
+        "model_type": "minicpm3",
+        "v_head_dim": 12,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 16,
+        "rope_scaling": longrope([1.0625, 1.25, 4.5, 17.0], original=128),
     },
     "mistral4": {
         **_SIZES,

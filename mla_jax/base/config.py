@@ -6,29 +6,28 @@ in a way that is not implemented are refused. Knows nothing of JAX, tensors or t
 from __future__ import annotations  # field types as text: the checks of type read them
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
-from mla_jax.base.config_checks import LARGEST_OF, faults
+from mla_jax.base.config_checks import faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
     ARCHITECTURES,
     DEFAULTS,
     IGNORED_KEYS,
-    NAMING_ROTATED_PART,
     NESTED_TYPES,
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
     PRESETS,
-    ROPE_DEFAULTS,
-    ROPE_NEUTRAL_VALUES,
     SAYING_NOTHING,
     UNSUPPORTED_TYPES,
 )
 from mla_jax.base.files import read_json
 from mla_jax.base.quantization import Quantization, quantization_notes, read_quantization
+from mla_jax.base.rope_settings import RopeScaling, is_length, read_rope, written
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
 OTHER_QUANTIZATION = "hf_quant_config.json"
@@ -36,23 +35,6 @@ LATENT_NORM_EPS = 1e-6  # of q_a_norm and kv_a_norm: the released code does not 
 
 
 @no_type_check  # its values come from a file: `type_faults` checks them all at once
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE frequencies are scaled beyond the trained length: `rope_scaling`, or `rope_parameters` of transformers 5."""
-
-    rope_type: str = "yarn"  # "yarn" or "linear"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-    llama_4_scaling_beta: float | None = None  # queries grow with the position by this
-
-
-@no_type_check
 @dataclass(frozen=True)
 class Config:
     """The settings of an MLA model, by the keys of config.json. Construction raises BadConfig with every fault found."""
@@ -86,6 +68,9 @@ class Config:
     topk_group: int | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    scale_emb: float = 1.0  # the factor on embeddings
+    scale_depth: float | None = None
+    dim_model_base: int | None = None
     post_mlp_layernorm: bool = False  # the sum of a layer's experts is normed before it is added
     num_nextn_predict_layers: int = 0  # MTP
     bos_token_id: int | None = None
@@ -128,20 +113,23 @@ class Config:
     def to_hf(self) -> dict:
         """The content of a config.json that reads back as this config."""
         values = dataclasses.asdict(self)
-        rope = values.pop("rope_scaling")
-        values.pop("quantization_config")
-        values.pop("notes")
-        values = {k: v for k, v in values.items() if v is not None or k in _NULLABLE}
+        for apart in ("rope_scaling", "quantization_config", "notes"):
+            values.pop(apart)
+        values = {k: v for k, v in values.items() if v is not None or self._has_null(k)}
         values["eos_token_id"] = (
             self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         )
         values["num_key_value_heads"] = self.num_attention_heads
-        values["rope_scaling"] = rope and _rope_to_hf(rope, self)
+        values["rope_scaling"] = written(self)
         if self.quantization_config is not None:
             values["quantization_config"] = self.quantization_config.to_hf()
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
+
+    def _has_null(self, key: str) -> bool:
+        """Whether an absent `key` would say something else than null."""
+        return key in _NULLABLE and (key not in _SCALES or key in DEFAULTS.get(self.model_type, {}))
 
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts; the MTP layers after the last one always do."""
@@ -156,19 +144,17 @@ class Config:
     @property
     def adds_experts_alone(self) -> bool:
         """Whether layers add what each expert gives, and nothing that only their whole sum has."""
-        return not self.post_mlp_layernorm
+        return not self.post_mlp_layernorm and self.residual_scale == 1
 
+    @property
+    def residual_scale(self) -> float:
+        """The factor on what attention and MLP add to the hidden state."""
+        return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)
 
-def _rope_to_hf(rope: dict, config: Config) -> dict:
-    """Both names of the type, and of the rest what differs from the default."""
-    given = {k: v for k, v in rope.items() if v is not None and (k, v) != ("truncate", True)}
-    if config.model_type in NAMING_ROTATED_PART:
-        given["partial_rotary_factor"] = _rotated_part(config.qk_nope_head_dim, config.qk_rope_head_dim)
-    return {**given, "type": rope["rope_type"]}
-
-
-def _rotated_part(nope: int, rope: int) -> float:
-    return rope / (nope + rope)
+    @property
+    def logits_scaling(self) -> float:
+        """What the hidden state is divided by before the head."""
+        return 1.0 if self.dim_model_base is None else self.hidden_size / self.dim_model_base
 
 
 def _read(path: Path) -> dict:
@@ -199,26 +185,37 @@ def says_all(folder: Path) -> bool:
 
 def _fields(hf: Mapping) -> dict:
     """The constructor's arguments from the content of a config.json of any family, written by transformers 4 or 5."""
-    model_type = hf.get("model_type", "unknown")
-    if not isinstance(model_type, str):
-        raise BadConfig("model_type is not a name", f"found {shown(model_type)}")
+    model_type = _model_type(hf)
     _refuse_other_arithmetic(hf, model_type)
     values: dict[str, Any] = {
-        f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING
+        f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(Config)
     }
     values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
     values |= {k: v for k, v in hf.items() if k in _KNOWN and (v is not None or k in _NULLABLE)}
     values["model_type"] = model_type
-    values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
-    if values.get("mlp_layer_types") is not None:
+    values["q_lora_rank"] = values["q_lora_rank"] or None  # some write 0 for none
+    if values["v_head_dim"] is None:
+        values["v_head_dim"] = _share_of_head(values)
+    if values["mlp_layer_types"] is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
-    values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
-    values |= _rope(hf, values)
+    values["eos_token_id"] = _as_tuple(values["eos_token_id"])
+    values |= read_rope(hf, values)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
     return {**values, "notes": _notes(hf, model_type)}
 
 
+def _model_type(hf: Mapping) -> str:
+    """The family; files that leave it out name a class."""
+    classes = hf.get("architectures")
+    of_class = (family for family, name in ARCHITECTURES.items() if classes == [name])
+    found = hf.get("model_type", next(of_class, "unknown"))
+    if not isinstance(found, str):
+        raise BadConfig("model_type is not a name", f"found {shown(found)}")
+    return found
+
+
 _KNOWN = {f.name for f in dataclasses.fields(Config)} - {"notes"}
+_SCALES = ("scale_depth", "dim_model_base")
 _NULLABLE = {
     "q_lora_rank",
     "n_routed_experts",
@@ -227,7 +224,14 @@ _NULLABLE = {
     "topk_group",
     "bos_token_id",
     "eos_token_id",
+    *_SCALES,
 }
+
+
+def _share_of_head(values: Mapping) -> int | None:
+    """A head's part of the hidden state, which is the width of its values where a family leaves that out."""
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    return width // heads if is_length(width) and is_length(heads) else None
 
 
 def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
@@ -283,75 +287,6 @@ def _other_arithmetic(hf: Mapping) -> Iterator[str]:
         not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
     ):
         yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
-
-
-ROPE_KEYS = ("rope_scaling", "rope_parameters")
-
-
-def _rope(hf: Mapping, values: Mapping) -> dict:
-    """`rope_theta` and `rope_scaling` from either spelling; transformers 5 puts both into `rope_parameters`."""
-    if not any(hf.get(name) for name in ROPE_KEYS):
-        hf = ROPE_DEFAULTS.get(values["model_type"], {})
-    old, new = (_rope_settings(hf.get(name), values) for name in ROPE_KEYS)
-    if other := [k for k in old if k in new and old[k] != new[k]]:
-        both = [
-            f"{k} is {shown(old[k])} in rope_scaling and {shown(new[k])} in rope_parameters" for k in other
-        ]
-        raise BadConfig("rope_scaling and rope_parameters contradict each other", *both)
-    settings = {"rope_theta": values.get("rope_theta", Config.rope_theta), "rope_type": "default"} | old | new
-    theta = settings.pop("rope_theta")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if settings["rope_type"] == "default" else RopeScaling(**settings),
-    }
-
-
-def _rope_settings(given: object, values: Mapping) -> dict:
-    """The fields of RopeScaling that `given` sets, absent ones as they are filled in, and its `rope_theta` if it names one."""
-    if not given:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise BadConfig("the RoPE settings are not an object", f"found {shown(given)}")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "yarn", "linear"):
-        raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
-    known = _KNOWN_OF_DEFAULT if kind == "default" else _KNOWN_OF_ROPE
-    strange = {k: v for k, v in given.items() if k not in known and v not in _neutral_values(k, values)}
-    if strange:
-        named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
-        raise Unsupported("the RoPE settings need arithmetic that is not implemented", *shortened(named, 20))
-    theta = {} if given.get("rope_theta") is None else {"rope_theta": given["rope_theta"]}
-    return {**theta, **({"rope_type": kind} if kind == "default" else _filled_in(given, kind, values))}
-
-
-_FIELDS_OF_ROPE = {f.name for f in dataclasses.fields(RopeScaling)}
-_KNOWN_OF_ROPE = {*_FIELDS_OF_ROPE, "type", "rope_theta", "max_position_embeddings"}
-_KNOWN_OF_DEFAULT = _KNOWN_OF_ROPE - {"llama_4_scaling_beta"}  # there is no trained length to grow by
-
-
-def _neutral_values(key: str, values: Mapping) -> tuple:
-    """Those of a further RoPE key; some families say which part of a whole head is rotated."""
-    neutral = ROPE_NEUTRAL_VALUES.get(key, (None,))
-    if key != "partial_rotary_factor" or values["model_type"] not in NAMING_ROTATED_PART:
-        return neutral
-    nope, rope = (
-        values.get(name, getattr(Config, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")
-    )
-    return (*neutral, _rotated_part(nope, rope)) if _is_length(nope) and _is_length(rope) else neutral
-
-
-def _filled_in(given: Mapping, kind: str, values: Mapping) -> dict:
-    """The fields of RopeScaling; an absent factor is the ratio of the lengths after and before the stretching."""
-    chosen = {k: v for k, v in given.items() if k in _FIELDS_OF_ROPE and v is not None}
-    longest = values.get("max_position_embeddings", Config.max_position_embeddings)
-    original = chosen.setdefault("original_max_position_embeddings", longest)
-    if "factor" not in chosen and all(_is_length(n) for n in (longest, original)):
-        chosen["factor"] = longest / original
-    return dataclasses.asdict(RopeScaling(**{**chosen, "rope_type": kind}))
-
-
-def _is_length(found: object) -> bool:
-    return isinstance(found, int) and 0 < found <= LARGEST_OF["max_position_embeddings"]
 
 
 def _as_tuple(value: object) -> tuple:

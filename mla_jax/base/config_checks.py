@@ -38,7 +38,7 @@ SIZES = (
     "first_k_dense_replace",
     "num_nextn_predict_layers",
 )
-SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")
+SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts", "dim_model_base")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -54,6 +54,8 @@ RANGES = (
     FieldRange(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
     FieldRange(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
     FieldRange(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    FieldRange(("scale_emb",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    FieldRange(("scale_depth",), lambda factor: factor is None or 0 < factor < 1e6, "a positive number"),
     FieldRange(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
 )
 ROPE_RANGES = (
@@ -101,7 +103,7 @@ def _fits(value: object, kind: str) -> bool:
     if kind == "float":
         return type(value) in (int, float)
     if kind.startswith("tuple["):
-        return isinstance(value, tuple) and all(type(x).__name__ == kind[6:9] for x in value)
+        return isinstance(value, tuple) and all(_fits(x, kind[6:].partition(",")[0]) for x in value)
     return type(value).__name__ in (kind, kind + "Type")  # NoneType
 
 
@@ -137,6 +139,18 @@ def _broken(rules: tuple[FieldRange, ...], part: object, prefix: str) -> list[st
         f"{prefix}{name} is {shown(value)}, expected {rule.expected}"
         for name, value, rule in values
         if not rule.holds(value)
+    ]
+
+
+def _longrope(c: "Config") -> list[str]:
+    if c.rope_scaling is None or c.rope_scaling.rope_type != "longrope":
+        return []
+    pairs = c.qk_rope_head_dim // 2
+    factors = {name: getattr(c.rope_scaling, name) or () for name in ("short_factor", "long_factor")}
+    return [
+        f"rope_scaling.{name} is {shown(found)}, expected {pairs} positive numbers, half of qk_rope_head_dim"
+        for name, found in factors.items()
+        if len(found) != pairs or min(found, default=0) <= 0
     ]
 
 
@@ -183,4 +197,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _longrope)

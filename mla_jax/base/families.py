@@ -64,6 +64,20 @@ DEFAULTS: dict[str, dict] = {
         "post_mlp_layernorm": True,
         "num_nextn_predict_layers": 0,
     },
+    "minicpm3": {
+        **_DENSE,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": None,  # the heads share the model's width
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "rope_interleave": False,
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
     "mistral4": {
         **_V3,
         **_UNGROUPED,
@@ -104,6 +118,7 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "axk1": "AXK1ForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
@@ -121,7 +136,7 @@ _SWITCHES = (
     "apply_mla_qkv_lora_rescale", "use_mla_scaling_factor", "attention_output_gate", "gated_mla", "learnable_sink", "enable_ihc",
     "mla_use_output_gate",
 )
-_FACTORS = ("scale_emb", "embedding_multiplier", "logits_scaling", "residual_multiplier", "partial_rotary_factor")
+_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "partial_rotary_factor")
 _LIMITS = (
     "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "sliding_window_size", "swiglu_limit",
 )
@@ -132,7 +147,7 @@ NEUTRAL_VALUES: dict[str, tuple] = {
     **dict.fromkeys(_SWITCHES, (False, None)),
     **dict.fromkeys(_FACTORS, (1, None)),
     **dict.fromkeys(_LIMITS, (None, 0)),
-    **dict.fromkeys(("scale_depth", "dim_model_base", "linear_attn_config"), (None,)),
+    "linear_attn_config": (None,),
 }
 
 # All keys that begin so change the arithmetic: query scales that grow with the position, scales of the latents, indexers,
@@ -186,6 +201,14 @@ def _yarn(factor: float, mscale: float, **changes) -> dict:
     }
     return {"rope_scaling": {**scaling, "beta_fast": 32, "beta_slow": 1, **changes}}
 
+
+# fmt: off
+_MINICPM_FACTORS = [
+    1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725, 2.093982484148734, 3.1446935121267696,
+    4.937952647693647, 7.524541999994549, 10.475458000005451, 13.062047352306353, 14.85530648787323, 15.906017515851266,
+    16.461961959767827, 16.740306425132907, 16.87581087164081, 16.940876586213285,
+]
+# fmt: on
 
 PRESETS: dict[str, dict] = {
     "tiny": {
@@ -259,6 +282,19 @@ PRESETS: dict[str, dict] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         **ROPE_DEFAULTS["mistral4"],
+    },
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **_sizes(2560, 6400, 62, 40, 73448),
+        "kv_lora_rank": 256,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 73440],
+        "rope_scaling": {
+            "type": "longrope",
+            "original_max_position_embeddings": 32768,
+            "short_factor": _MINICPM_FACTORS,
+            "long_factor": _MINICPM_FACTORS,
+        },
     },
     "axk1": {
         "model_type": "axk1",

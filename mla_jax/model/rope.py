@@ -26,21 +26,27 @@ def softmax_scale(config: Config) -> float:
 
 def amplitude(rope: RopeScaling | None) -> float:
     """The factor on cos and sin: 1 for the DeepSeek releases, whose two mscales are equal."""
-    if rope is None or rope.rope_type != "yarn":
+    if rope is None or rope.rope_type == "linear":
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        trained = rope.original_max_position_embeddings
+        return math.sqrt(1 + math.log(rope.factor) / math.log(trained)) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
     return mscale(rope.factor, 1.0)
 
 
 def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
-    """Radians a position for each rotated pair. YaRN keeps the fast ones, divides the slow ones by `factor`, blends between."""
+    """Radians a position for each rotated pair. YaRN keeps the fast ones, divides the slow ones by `factor`, blends between;
+    longrope divides each by its own."""
     dim, rope = config.qk_rope_head_dim, config.rope_scaling
     kept = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     if rope is None:
         return kept.astype(np.float32)
+    if rope.rope_type == "longrope":
+        return (kept / np.array(rope.short_factor, np.float32)).astype(np.float32)
     stretched = kept / rope.factor
     if rope.rope_type == "linear":
         return stretched.astype(np.float32)

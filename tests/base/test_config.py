@@ -41,6 +41,8 @@ PUBLISHED = {
                         131072, 10000, 1048576, 1, (2,)),
     "axk1": (7168, 61, 64, 18432, 2048, 192, 1, 8, 1, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 0,
              163840, 10000, 32768, 163691, (163691,)),
+    "minicpm3": (2560, 62, 40, 6400, None, None, None, None, 0, 1, 768, 256, 64, 32, 64, "greedy", "softmax", 1, 1, False, 1.0, 0,
+                 73448, 10000, 32768, 1, (2, 73440)),
 }
 # fmt: on
 ROPE = {
@@ -51,6 +53,7 @@ ROPE = {
     "glm_4_7_flash": None,
     "mistral_small_4": (128, 1.0, 32, 8192),
     "axk1": None,
+    "minicpm3": (1.0, None, 32, 32768),
 }
 
 
@@ -68,7 +71,8 @@ def test_a_preset_has_the_published_rotary_settings(name):
     rope = Config.preset(name).rope_scaling
     found = rope and (rope.factor, rope.mscale, rope.beta_fast, rope.original_max_position_embeddings)
     assert found == ROPE[name]
-    assert rope is None or (rope.rope_type, rope.beta_slow) == ("yarn", 1)
+    assert rope is None or rope.rope_type == ("longrope" if name == "minicpm3" else "yarn")
+    assert rope is None or rope.beta_slow == 1
     assert rope is None or rope.mscale == rope.mscale_all_dim
 
 
@@ -163,9 +167,9 @@ def test_no_scaling_can_be_said_in_many_ways(given):
     assert Config.from_hf({**V3, "rope_scaling": given}).rope_scaling is None
 
 
-@pytest.mark.parametrize("kind", ["llama3", "longrope", "dynamic", 7, ["yarn"]])
+@pytest.mark.parametrize("kind", ["llama3", "dynamic", 7, ["yarn"]])
 def test_other_rotary_scalings_are_refused(kind):
-    with pytest.raises(Unsupported, match=r"rope_type .* is not implemented\n.*known: default, linear, yarn"):
+    with pytest.raises(Unsupported, match=r"rope_type .* is not implemented\n.*known: default, linear, longrope, yarn"):
         Config.from_hf({**V3, "rope_scaling": {**YARN, "type": kind}})
 
 
@@ -181,6 +185,31 @@ def test_other_rotary_settings_are_refused_by_name(setting):
     for rope in ({**YARN, **setting}, setting):
         with pytest.raises(Unsupported, match=next(iter(setting))):
             Config.from_hf({**V3, "rope_scaling": rope})
+
+
+def stretched(length: int = 512, **changes) -> Config:
+    return Config.from_hf(
+        {**V3, "max_position_embeddings": length, "rope_scaling": {**models.longrope([1, 1.5, 2, 4.0], 128), **changes}}
+    )
+
+
+def test_a_factor_of_each_frequency_is_read():
+    rope = stretched().rope_scaling
+    assert (rope.rope_type, rope.short_factor, rope.long_factor) == ("longrope", (1, 1.5, 2, 4), (1, 1.5, 2, 4))
+    assert rope.factor == 512 / 128
+
+
+def test_other_factors_for_longer_texts_are_refused_where_texts_can_be_longer():
+    other = {"long_factor": [2.0, 2.0, 2.0, 2.0]}
+    with pytest.raises(Unsupported, match=r"long_factor is not short_factor, for max_position_embeddings 512 beyond 128"):
+        stretched(**other)
+    assert stretched(128, **other).rope_scaling.short_factor == (1, 1.5, 2, 4)
+
+
+@pytest.mark.parametrize("factors", [None, [1.0, 2.0], [1.0, 2.0, 3.0, -1.0], [1.0, 2.0, 3.0, "4"], 5])
+def test_factors_that_are_no_number_of_each_frequency_are_refused(factors):
+    with pytest.raises(BadConfig, match=r"rope_scaling\.short_factor is"):
+        stretched(short_factor=factors, long_factor=factors)
 
 
 def test_queries_that_grow_from_no_length_on_are_refused():
@@ -259,6 +288,16 @@ WRITTEN = {
         "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"rope_theta": 10000.0,
         "rope_type": "default"}, "routed_scaling_factor": 2.5, "tie_word_embeddings": false, "topk_group": 4,
         "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 163840}
+    """,
+    "minicpm3": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "dim_model_base": 256, "eos_token_id": 2,
+        "head_dim": 32, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.1, "intermediate_size": 6400,
+        "kv_lora_rank": 256, "max_position_embeddings": 32768, "mlp_bias": false, "model_type": "minicpm3",
+        "num_attention_heads": 40, "num_hidden_layers": 62, "num_key_value_heads": 40, "pad_token_id": null, "pretraining_tp":
+        1, "q_lora_rank": 768, "qk_head_dim": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "scale_depth": 1.4, "scale_emb": 12,
+        "tie_word_embeddings": true, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 64, "vocab_size":
+        73448}
     """,
     "mistral4": """
         {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,
@@ -352,6 +391,24 @@ def test_a_null_stands_for_the_default_of_the_family():
     assert written("deepseek_v2").num_experts_per_tok == 6
 
 
+def test_a_scale_that_is_null_is_none_though_the_family_has_one():
+    config = written("minicpm3", scale_depth=None, dim_model_base=None)
+    assert (config.residual_scale, config.logits_scaling, written("minicpm3").logits_scaling) == (1, 1, 10)
+    assert Config.from_hf(config.to_hf()) == config
+
+
+def test_values_of_heads_share_the_width_where_the_family_says_so():
+    assert written("minicpm3", v_head_dim=None).v_head_dim == 2560 // 40
+    assert written("deepseek_v3", v_head_dim=None).v_head_dim == 128
+
+
+def test_a_family_that_is_not_named_is_that_of_the_class():
+    hf = {k: v for k, v in json.loads(WRITTEN["minicpm3"]).items() if k not in ("model_type", "scale_emb")}
+    config = Config.from_hf({**hf, "architectures": ["MiniCPM3ForCausalLM"]})
+    assert (config.model_type, config.scale_emb, config.notes) == ("minicpm3", 12, ())
+    assert Config.from_hf({**hf, "architectures": ["Other"]}).model_type == "unknown"
+
+
 def test_null_experts_mean_a_dense_model():
     assert not any(written("deepseek_v3", n_routed_experts=None).is_moe(layer) for layer in range(61))
 
@@ -393,9 +450,6 @@ OTHER = {
     "mlp_bias": True,
     "mla_use_nope": True,
     "zero_expert_num": 4,
-    "scale_emb": 12,
-    "scale_depth": 1.4,
-    "dim_model_base": 256,
     "embedding_multiplier": 2.0,
     "logits_scaling": 8,
     "residual_multiplier": 0.2,

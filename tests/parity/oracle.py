@@ -17,6 +17,7 @@ CLASSES = {
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "axk1": (transformers.AXK1Config, transformers.AXK1ForCausalLM),
+    "minicpm3": (transformers.MiniCPM3Config, transformers.MiniCPM3ForCausalLM),
     "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }

@@ -42,6 +42,8 @@ def random_sizes(family: str, seed: int) -> dict:
     if rng.random() < 0.5:
         mscales = float(rng.choice([0.707, 1.0])), float(rng.choice([0.5, 1.0]))
         hf["rope_scaling"] = models.yarn(float(rng.choice([2, 8, 40])), *mscales, original=32)
+    if "short_factor" in (hf.get("rope_scaling") or {}):
+        hf["rope_scaling"] = models.longrope(rng.uniform(1, 20, hf["qk_rope_head_dim"] // 2).tolist(), original=32)
     if hf["model_type"] == "mistral4":
         part = hf["qk_rope_head_dim"] / (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         hf["rope_scaling"] = {**hf["rope_scaling"], "llama_4_scaling_beta": 0.2, "partial_rotary_factor": part}
