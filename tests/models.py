@@ -155,6 +155,18 @@ FAMILIES: dict[str, dict] = {
         "routed_scaling_factor": 1.5,
         "rope_scaling": {**yarn(32, 1.0, 1.0, original=16), "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 8 / 24},
     },
+    "pangu_ultra_moe": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "pangu_ultra_moe",
+        "sandwich_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "none",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 25600000.0,
+        "num_nextn_predict_layers": 1,
+    },
     "youtu": {**_SIZES, "model_type": "youtu", "tie_word_embeddings": True, "rope_theta": 1.6e6},
 }
 
@@ -189,6 +201,8 @@ def shapes(hf: dict, mtp: bool = False) -> dict[str, tuple[int, ...]]:
         found[at + "self_attn.kv_b_proj.weight"] = (n * (hf["qk_nope_head_dim"] + hf["v_head_dim"]), r)
         found[at + "self_attn.o_proj.weight"] = (d, n * hf["v_head_dim"])
         found |= _mlp(hf, at, layer)
+        if hf.get("sandwich_norm"):
+            found |= {at + "pre_mlp_layernorm.weight": (d,), at + "post_mlp_layernorm.weight": (d,)}
         if hf["model_type"] == "axk1" and is_moe(hf, layer):
             found[at + "post_mlp_layernorm.weight"] = (d,)
         if layer >= hf["num_hidden_layers"]:

@@ -21,6 +21,7 @@ from mla_jax.base.families import (
     NESTED_TYPES,
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
+    OTHER_WORDS,
     PRESETS,
     SAYING_NOTHING,
     UNSUPPORTED_TYPES,
@@ -71,7 +72,8 @@ class Config:
     scale_emb: float = 1.0  # the factor on embeddings
     scale_depth: float | None = None
     dim_model_base: int | None = None
-    post_mlp_layernorm: bool = False  # the sum of a layer's experts is normed before it is added
+    sandwich_norm: bool = False  # what attention and MLP give is normed before it is added
+    post_mlp_layernorm: bool = False  # the same for the sum of a layer's experts alone
     num_nextn_predict_layers: int = 0  # MTP
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
@@ -123,6 +125,8 @@ class Config:
         values["rope_scaling"] = written(self)
         if self.quantization_config is not None:
             values["quantization_config"] = self.quantization_config.to_hf()
+        for theirs, ours in OTHER_WORDS.get(self.model_type, {}).items():
+            values |= {theirs: values.pop(ours)} if ours in values else {}
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
@@ -144,7 +148,7 @@ class Config:
     @property
     def adds_experts_alone(self) -> bool:
         """Whether layers add what each expert gives, and nothing that only their whole sum has."""
-        return not self.post_mlp_layernorm and self.residual_scale == 1
+        return not (self.sandwich_norm or self.post_mlp_layernorm) and self.residual_scale == 1
 
     @property
     def residual_scale(self) -> float:
@@ -186,6 +190,7 @@ def says_all(folder: Path) -> bool:
 def _fields(hf: Mapping) -> dict:
     """The constructor's arguments from the content of a config.json of any family, written by transformers 4 or 5."""
     model_type = _model_type(hf)
+    hf = _in_our_words(hf, model_type)
     _refuse_other_arithmetic(hf, model_type)
     values: dict[str, Any] = {
         f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(Config)
@@ -202,6 +207,14 @@ def _fields(hf: Mapping) -> dict:
     values |= read_rope(hf, values)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
     return {**values, "notes": _notes(hf, model_type)}
+
+
+def _in_our_words(hf: Mapping, model_type: str) -> Mapping:
+    """The settings by our keys, where a family has others for them."""
+    words = OTHER_WORDS.get(model_type, {})
+    return {k: v for k, v in hf.items() if k not in words} | {
+        words[k]: v for k, v in hf.items() if k in words
+    }
 
 
 def _model_type(hf: Mapping) -> str:

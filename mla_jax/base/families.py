@@ -92,8 +92,32 @@ DEFAULTS: dict[str, dict] = {
         "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 0,
     },
+    "pangu_ultra_moe": {
+        **_V3,
+        **_UNGROUPED,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 25600000.0,
+        "topk_method": "none",
+    },
     "youtu": {**_DENSE, "q_lora_rank": 1536, "tie_word_embeddings": True, "max_position_embeddings": 131072},
     "unknown": {**_V3, **_DENSE},  # experts only where the config names them
+}
+
+# Keys of a family -> ours, where it has words of its own
+OTHER_WORDS: dict[str, dict[str, str]] = {
+    "pangu_ultra_moe": {
+        "attention_q_lora_dim": "q_lora_rank",
+        "attention_kv_lora_dim": "kv_lora_rank",
+        "attention_qk_dim": "qk_nope_head_dim",
+        "attention_qk_rope_dim": "qk_rope_head_dim",
+        "attention_v_dim": "v_head_dim",
+        "num_routed_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "num_dense_layers": "first_k_dense_replace",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
 }
 
 # What rotates where neither of the two RoPE keys says it, if not RoPE's usual angles
@@ -112,7 +136,7 @@ ROPE_DEFAULTS: dict[str, dict] = {
 # Families whose RoPE settings name the rotated part of a head in `partial_rotary_factor`
 NAMING_ROTATED_PART = ("mistral4",)
 
-ARCHITECTURES = {  # the classes of transformers that read each model_type
+ARCHITECTURES = {  # the classes that read each model_type, of transformers or of the release
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
@@ -120,6 +144,7 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
     "axk1": "AXK1ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "pangu_ultra_moe": "PanguUltraMoEForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
 

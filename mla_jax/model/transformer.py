@@ -33,9 +33,10 @@ class Block(nnx.Module):
         self.eps, self.residual_scale = config.rms_norm_eps, config.residual_scale
         self.attn_norm = norm_weight(config, rngs, "model")
         self.attn = MLA(config, rngs)
+        self.attn_post_norm = norm_weight(config, rngs, "model") if config.sandwich_norm else None
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
-        is_normed = config.post_mlp_layernorm and config.is_moe(layer)
+        is_normed = config.sandwich_norm or (config.post_mlp_layernorm and config.is_moe(layer))
         self.mlp_post_norm = norm_weight(config, rngs, "model") if is_normed else None
 
     def __call__(
@@ -52,6 +53,7 @@ class Block(nnx.Module):
                 y, found["watched"] = self.attn.watched(
                     normed, layer, plan.form, plan.shared, plan.turns, plan.watch
                 )
+            y = y if self.attn_post_norm is None else rms_norm(y, self.attn_post_norm[...], self.eps)
         x = x + self.scaled(y)
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)

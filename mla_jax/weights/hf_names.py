@@ -9,6 +9,7 @@ from mla_jax.weights.names import NameRule, NameTable, first_half, key_half, lay
 LAYER_RULES = (
     NameRule("attn_norm", "input_layernorm.weight", "model"),
     NameRule("mlp_norm", "post_attention_layernorm.weight", "model"),
+    NameRule("attn_post_norm", "post_attention_layernorm.weight", "model"),  # where mlp_norm has another name
     NameRule("attn.q_proj", "self_attn.q_proj.weight", "heads*query model"),
     NameRule("attn.q_a_proj", "self_attn.q_a_proj.weight", "q_rank model"),
     NameRule("attn.q_a_norm", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -35,6 +36,11 @@ LAYER_RULES = (
     NameRule("mlp.shared.up", "mlp.shared_experts.up_proj.weight", "shared_mlp model"),
     NameRule("mlp.shared.down", "mlp.shared_experts.down_proj.weight", "model shared_mlp"),
     NameRule("mlp_post_norm", "post_mlp_layernorm.weight", "model"),
+)
+# With norms on both sides of attention and MLP
+SANDWICHED_RULES = (
+    *(rule for rule in LAYER_RULES if rule.ours != "mlp_norm"),
+    NameRule("mlp_norm", "pre_mlp_layernorm.weight", "model"),
 )
 MTP_RULES = (
     NameRule("enorm", "enorm.weight", "model"),
@@ -73,12 +79,17 @@ def _needless(name: str, config: Config, found: Container[str]) -> bool:
     return name == "lm_head.weight" and config.tie_word_embeddings
 
 
-HF = NameTable(
-    (*MODEL_RULES, *layered(LAYER_RULES, MTP_RULES, "model.layers.{l}.")),
-    layer=r"model\.layers\.(\d+)\.",
-    expert=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.",
-    needless=_needless,
-)
+def _table(rules: Iterable[NameRule]) -> NameTable:
+    """The names of layers by these rules."""
+    return NameTable(
+        (*MODEL_RULES, *layered(rules, MTP_RULES, "model.layers.{l}.")),
+        layer=r"model\.layers\.(\d+)\.",
+        expert=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.",
+        needless=_needless,
+    )
+
+
+HF, SANDWICHED = _table(LAYER_RULES), _table(SANDWICHED_RULES)
 INNER = "language_model."  # begins the names of a language model in one that also sees
 
 
@@ -87,9 +98,13 @@ def _needless_around(name: str, config: Config, found: Container[str]) -> bool:
     return name.startswith(VISION) or (inner != name and _needless(inner, config, found))
 
 
-HF_INNER = HF.under(INNER, _needless_around)
+def table_of(config: Config) -> NameTable:
+    """The names table of a released folder of such a model."""
+    return SANDWICHED if config.sandwich_norm else HF
 
 
-def names_of(tensors: Iterable[str]) -> NameTable:
+def names_of(config: Config, tensors: Iterable[str]) -> NameTable:
     """The names table of a folder with these tensors."""
-    return HF_INNER if any(name.startswith(INNER) for name in tensors) else HF
+    table = table_of(config)
+    is_inner = any(name.startswith(INNER) for name in tensors)
+    return table.under(INNER, _needless_around) if is_inner else table

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mla_jax.base.config import Config, Quantization, RopeScaling
 from mla_jax.base.errors import BadConfig, MlaJaxError, Unsupported
-from mla_jax.base.families import NEUTRAL_VALUES, OTHER_PREFIXES, PRESETS, ROPE_NEUTRAL_VALUES
+from mla_jax.base.families import NEUTRAL_VALUES, OTHER_PREFIXES, OTHER_WORDS, PRESETS, ROPE_NEUTRAL_VALUES
 from mla_jax.generate import main
 
 V3 = models.FAMILIES["v3"]
@@ -407,6 +407,31 @@ def test_a_family_that_is_not_named_is_that_of_the_class():
     config = Config.from_hf({**hf, "architectures": ["MiniCPM3ForCausalLM"]})
     assert (config.model_type, config.scale_emb, config.notes) == ("minicpm3", 12, ())
     assert Config.from_hf({**hf, "architectures": ["Other"]}).model_type == "unknown"
+
+
+PANGU = {
+    "attention_kv_lora_dim": 32,
+    "attention_q_lora_dim": 24,
+    "attention_qk_dim": 16,
+    "attention_qk_rope_dim": 8,
+    "attention_v_dim": 16,
+    "num_routed_experts": 8,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "num_mtp_layers": 1,
+}
+
+
+def test_a_family_can_have_words_of_its_own_which_are_written_too():
+    ours = models.FAMILIES["pangu_ultra_moe"]
+    released = {k: v for k, v in ours.items() if k not in OTHER_WORDS["pangu_ultra_moe"].values()} | PANGU
+    config = Config.from_hf(released)
+    assert config == Config.from_hf(ours)
+    assert config.notes == ()
+    written = config.to_hf()
+    assert {key: written[key] for key in PANGU} == PANGU
+    assert not written.keys() & {"kv_lora_rank", "n_routed_experts"}
+    assert Config.from_hf(written) == config
 
 
 def test_null_experts_mean_a_dense_model():

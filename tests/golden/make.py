@@ -21,26 +21,27 @@ from parity import oracle  # noqa: E402
 STEPS = 24
 
 
+WITH_MTP = {"v3_mtp": "v3", "pangu_ultra_moe": "pangu_ultra_moe"}  # folders as released, with the family of each
+
+
 def main():
-    """Writes the families that are named, by default all."""
-    wanted = sys.argv[1:] or [*models.FAMILIES, "v3_mtp"]
-    for family in wanted:
-        if family in models.FAMILIES:
-            write_family(family)
+    """Writes the folders that are named, by default all."""
+    for name in sys.argv[1:] or [*models.FAMILIES, "v3_mtp"]:
+        folder = HERE / name
+        if name in WITH_MTP:
+            write_with_mtp(folder, models.FAMILIES[WITH_MTP[name]])
         else:
-            write_mtp()
+            write_as_saved(folder, models.FAMILIES[name])
 
 
-def write_family(family: str):
-    hf, folder = models.FAMILIES[family], HERE / family
+def write_as_saved(folder: Path, hf: dict):
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         oracle.load(models.write(Path(scratch), hf, models.tensors(hf))).to(torch.bfloat16).save_pretrained(folder)
     _write(folder, oracle.load(folder), hf, {})
 
 
-def write_mtp():
-    hf, folder = models.FAMILIES["v3"], HERE / "v3_mtp"
+def write_with_mtp(folder: Path, hf: dict):
     shutil.rmtree(folder, ignore_errors=True)
     models.write(folder, hf, {k: v.astype("bfloat16") for k, v in models.tensors(hf, mtp=True).items()})
     model = oracle.load(folder)

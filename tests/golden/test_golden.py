@@ -58,10 +58,14 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(folder, form):
     assert [o.token_ids for o in outputs] == golden["greedy"].tolist()
 
 
+WITH_MTP = ("v3_mtp", "pangu_ultra_moe")
+
+
 @pytest.mark.deep
-def test_the_mtp_layer_gives_the_logits_of_transformers():
-    golden = np.load(HERE / "v3_mtp" / "golden.npz")
-    model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
+@pytest.mark.parametrize("folder", WITH_MTP)
+def test_the_mtp_layer_gives_the_logits_of_transformers(folder):
+    golden = np.load(HERE / folder / "golden.npz")
+    model, tokens = LLM(HERE / folder).model, jnp.asarray(golden["tokens"], jnp.int32)
     batch = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
 
     @jax.jit
@@ -74,9 +78,10 @@ def test_the_mtp_layer_gives_the_logits_of_transformers():
 
 
 @pytest.mark.deep
-def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache():
-    golden = np.load(HERE / "v3_mtp" / "golden.npz")
-    model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
+@pytest.mark.parametrize("folder", WITH_MTP)
+def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache(folder):
+    golden = np.load(HERE / folder / "golden.npz")
+    model, tokens = LLM(HERE / folder).model, jnp.asarray(golden["tokens"], jnp.int32)
     whole = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
     hidden = jax.jit(lambda tokens: model(tokens, whole)[0])(tokens[:, :-1])
     table, logits = paged.in_order(tokens.shape[0], 64), []

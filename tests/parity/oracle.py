@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from parity.pangu import PanguForCausalLM
 from transformers.modeling_layers import MtpModel
 
 transformers.logging.set_verbosity_error()
@@ -19,6 +20,7 @@ CLASSES = {
     "axk1": (transformers.AXK1Config, transformers.AXK1ForCausalLM),
     "minicpm3": (transformers.MiniCPM3Config, transformers.MiniCPM3ForCausalLM),
     "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
+    "pangu_ultra_moe": (transformers.DeepseekV3Config, PanguForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }
 

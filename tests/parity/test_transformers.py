@@ -17,6 +17,7 @@ from mla_jax.model.mla import FORMS
 
 pytestmark = pytest.mark.parity
 STEPS = 24
+FAMILIES = [family for family in models.FAMILIES if family != "pangu_ultra_moe"]  # which transformers saves
 DECODED = ("v2_lite", "v3")  # families whose tokens, and all forms, are compared in every run
 
 
@@ -80,7 +81,7 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree(both, family, seed):
     """In every form for the first sizes of two families; steps are compared in every form for the second."""
     oracle, theirs, folder = both(family, seed)
@@ -91,7 +92,7 @@ def test_logits_agree(both, family, seed):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in DECODED else pytest.mark.deep) for family in models.FAMILIES]
+    "family", [pytest.param(family, marks=() if family in DECODED else pytest.mark.deep) for family in FAMILIES]
 )
 def test_greedy_tokens_are_equal_for_ragged_batches_and_single_rows(both, family):
     oracle, theirs, folder = both(family, 0)
@@ -105,7 +106,7 @@ def test_greedy_tokens_are_equal_for_ragged_batches_and_single_rows(both, family
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_step_by_step_decode_in_every_form_equals_their_full_forward(both, family):
     oracle, theirs, folder = both(family, 1)
     tokens = np.array(prompts(config_of(folder), [20, 20]))

@@ -11,7 +11,7 @@ from mla_jax.base.errors import BadFile
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
 from mla_jax.weights.deepseek import DEEPSEEK
-from mla_jax.weights.hf_names import HF
+from mla_jax.weights.hf_names import HF, table_of
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # what MTP layers repeat
 
@@ -33,7 +33,7 @@ def released(hf: dict, mtp: bool) -> dict[str, tuple[int, ...]]:
 def test_every_parameter_has_the_released_name_and_shape(family, mtp):
     hf = models.FAMILIES[family]
     config = Config.from_hf(hf)
-    sources = [HF.find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
+    sources = [table_of(config).find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
     found = {name: axes.shape(config, source.axes) for source in sources for name in source.names}
     assert found == released(hf, mtp)
 
@@ -43,9 +43,10 @@ def test_every_released_tensor_is_used_or_known_to_be_needless(family):
     hf = models.FAMILIES[family]
     config, present = Config.from_hf(hf), models.tensors(hf, mtp=True)
     present |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(3)}
-    mtp = HF.has_mtp(config, present)
+    table = table_of(config)
+    mtp = table.has_mtp(config, present)
     assert mtp == (hf.get("num_nextn_predict_layers", 0) > 0)
-    HF.resolve(paths(config, mtp), config, present)
+    table.resolve(paths(config, mtp), config, present)
 
 
 def test_norms_of_dense_layers_that_experts_alone_pass_through_are_needless():
