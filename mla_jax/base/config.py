@@ -22,6 +22,7 @@ from mla_jax.base.families import (
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
     OTHER_WORDS,
+    PAIRED_LAYERS,
     PRESETS,
     SAYING_NOTHING,
     UNSUPPORTED_TYPES,
@@ -60,6 +61,10 @@ class Config:
     n_shared_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
+    zero_expert_num: int = 0  # further experts, which give back what they get
+    shortcut_moe: bool = (
+        False  # beside its experts a layer has a dense MLP, and the next layer adds the experts' sum
+    )
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
     mlp_layer_types: tuple[str, ...] | None = None  # "dense" or "sparse" per layer; overrides the two above
@@ -69,6 +74,8 @@ class Config:
     topk_group: int | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    mla_scale_q_lora: bool = False  # latents are scaled to the model's width
+    mla_scale_kv_lora: bool = False
     scale_emb: float = 1.0  # the factor on embeddings
     scale_depth: float | None = None
     dim_model_base: int | None = None
@@ -127,6 +134,8 @@ class Config:
             values["quantization_config"] = self.quantization_config.to_hf()
         for theirs, ours in OTHER_WORDS.get(self.model_type, {}).items():
             values |= {theirs: values.pop(ours)} if ours in values else {}
+        if self.model_type in PAIRED_LAYERS:
+            values["num_layers"] = values.pop("num_hidden_layers") // 2
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
@@ -147,8 +156,26 @@ class Config:
 
     @property
     def adds_experts_alone(self) -> bool:
-        """Whether layers add what each expert gives, and nothing that only their whole sum has."""
-        return not (self.sandwich_norm or self.post_mlp_layernorm) and self.residual_scale == 1
+        """Whether a layer adds what each of its experts gives, and not their sum changed or later."""
+        is_changed = self.sandwich_norm or self.post_mlp_layernorm or self.residual_scale != 1
+        return not (is_changed or self.shortcut_moe)
+
+    @property
+    def routed_per_token(self) -> float:
+        """Experts with weights among those that a token chooses: of all alike, on average."""
+        chosen, experts = self.num_experts_per_tok or 0, self.n_routed_experts or 0
+        return chosen * experts / (experts + self.zero_expert_num) if self.zero_expert_num else chosen
+
+    @property
+    def q_lora_scale(self) -> float:
+        """The factor on the query's latent once it is normed."""
+        is_scaled = self.mla_scale_q_lora and self.q_lora_rank is not None
+        return math.sqrt(self.hidden_size / self.q_lora_rank) if is_scaled else 1.0
+
+    @property
+    def kv_lora_scale(self) -> float:
+        """The same for the latent of keys and values."""
+        return math.sqrt(self.hidden_size / self.kv_lora_rank) if self.mla_scale_kv_lora else 1.0
 
     @property
     def residual_scale(self) -> float:
@@ -199,6 +226,7 @@ def _fields(hf: Mapping) -> dict:
     values |= {k: v for k, v in hf.items() if k in _KNOWN and (v is not None or k in _NULLABLE)}
     values["model_type"] = model_type
     values["q_lora_rank"] = values["q_lora_rank"] or None  # some write 0 for none
+    values["zero_expert_num"] = values["zero_expert_num"] or 0  # and others none for 0
     if values["v_head_dim"] is None:
         values["v_head_dim"] = _share_of_head(values)
     if values["mlp_layer_types"] is not None:
@@ -212,9 +240,10 @@ def _fields(hf: Mapping) -> dict:
 def _in_our_words(hf: Mapping, model_type: str) -> Mapping:
     """The settings by our keys, where a family has others for them."""
     words = OTHER_WORDS.get(model_type, {})
-    return {k: v for k, v in hf.items() if k not in words} | {
-        words[k]: v for k, v in hf.items() if k in words
-    }
+    ours = {words.get(key, key): value for key, value in hf.items()}
+    if model_type in PAIRED_LAYERS and is_length(pairs := ours.pop("num_layers", None)):
+        ours["num_hidden_layers"] = 2 * pairs
+    return ours
 
 
 def _model_type(hf: Mapping) -> str:
@@ -237,6 +266,7 @@ _NULLABLE = {
     "topk_group",
     "bos_token_id",
     "eos_token_id",
+    "zero_expert_num",
     *_SCALES,
 }
 
@@ -289,7 +319,8 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
 def _other_arithmetic(hf: Mapping) -> Iterator[str]:
     """The keys by which the model computes something that we do not, and their values."""
     for key, value in hf.items():
-        neutral = SAYING_NOTHING if key.startswith(OTHER_PREFIXES) else NEUTRAL_VALUES.get(key)
+        is_other = key.startswith(OTHER_PREFIXES) and key not in _KNOWN
+        neutral = SAYING_NOTHING if is_other else NEUTRAL_VALUES.get(key)
         if neutral is not None and value not in neutral:
             yield f"{printable(key)} = {shown(value)} (we compute {neutral[0]!r})"
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")

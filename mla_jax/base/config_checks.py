@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_jax.base.errors import printable, shown
+from mla_jax.base.families import PAIRED_LAYERS
 
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
@@ -20,8 +21,11 @@ LARGEST_OF = {
     "num_nextn_predict_layers": 100,
     "num_attention_heads": 1 << 14,
     "n_routed_experts": 1 << 14,
+    "zero_expert_num": 1 << 14,
 }
-LEAST_OF = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}  # else 1
+LEAST_OF = dict.fromkeys(  # else 1
+    ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts", "zero_expert_num"), 0
+)
 
 SIZES = (
     "hidden_size",
@@ -37,6 +41,7 @@ SIZES = (
     "moe_layer_freq",
     "first_k_dense_replace",
     "num_nextn_predict_layers",
+    "zero_expert_num",
 )
 SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts", "dim_model_base")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -142,6 +147,12 @@ def _broken(rules: tuple[FieldRange, ...], part: object, prefix: str) -> list[st
     ]
 
 
+def _pairs(c: "Config") -> list[str]:
+    if c.model_type not in PAIRED_LAYERS or c.num_hidden_layers % 2 == 0:
+        return []
+    return [f"num_hidden_layers is {shown(c.num_hidden_layers)}, expected pairs of layers"]
+
+
 def _longrope(c: "Config") -> list[str]:
     if c.rope_scaling is None or c.rope_scaling.rope_type != "longrope":
         return []
@@ -170,7 +181,7 @@ def _routing(c: "Config") -> list[str]:
     experts, chosen = c.n_routed_experts, c.num_experts_per_tok
     if experts is None or chosen is None or min(experts, chosen, c.n_group or 1, c.topk_group or 1) <= 0:
         return []
-    found = []
+    found, experts = [], experts + max(c.zero_expert_num, 0)
     if chosen > experts:
         found.append(f"num_experts_per_tok is {shown(chosen)}, but n_routed_experts only {shown(experts)}")
     if c.topk_method not in TOPK_METHODS:
@@ -197,4 +208,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _longrope)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _pairs, _longrope)

@@ -92,6 +92,26 @@ DEFAULTS: dict[str, dict] = {
         "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 0,
     },
+    "longcat_flash": {
+        **_V3,
+        **_UNGROUPED,
+        "n_routed_experts": 512,
+        "n_shared_experts": None,
+        "num_experts_per_tok": 12,
+        "zero_expert_num": 256,
+        "shortcut_moe": True,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 2,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 6.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000000.0,
+        "max_position_embeddings": 131072,
+        "num_nextn_predict_layers": 0,
+    },
     "pangu_ultra_moe": {
         **_V3,
         **_UNGROUPED,
@@ -107,6 +127,11 @@ DEFAULTS: dict[str, dict] = {
 
 # Keys of a family -> ours, where it has words of its own
 OTHER_WORDS: dict[str, dict[str, str]] = {
+    "longcat_flash": {
+        "ffn_hidden_size": "intermediate_size",
+        "expert_ffn_hidden_size": "moe_intermediate_size",
+        "moe_topk": "num_experts_per_tok",
+    },
     "pangu_ultra_moe": {
         "attention_q_lora_dim": "q_lora_rank",
         "attention_kv_lora_dim": "kv_lora_rank",
@@ -119,6 +144,9 @@ OTHER_WORDS: dict[str, dict[str, str]] = {
         "num_mtp_layers": "num_nextn_predict_layers",
     },
 }
+
+# Families that count layers in pairs, as `num_layers`
+PAIRED_LAYERS = ("longcat_flash",)
 
 # What rotates where neither of the two RoPE keys says it, if not RoPE's usual angles
 ROPE_DEFAULTS: dict[str, dict] = {
@@ -142,6 +170,7 @@ ARCHITECTURES = {  # the classes that read each model_type, of transformers or o
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "axk1": "AXK1ForCausalLM",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "pangu_ultra_moe": "PanguUltraMoEForCausalLM",
@@ -159,7 +188,7 @@ NESTED_TYPES = ("kimi_k25", "mistral3")
 _SWITCHES = (
     "attention_bias", "mlp_bias", "mla_use_nope", "use_qk_norm", "qk_layernorm", "mtp_hidden_states_first",
     "apply_mla_qkv_lora_rescale", "use_mla_scaling_factor", "attention_output_gate", "gated_mla", "learnable_sink", "enable_ihc",
-    "mla_use_output_gate",
+    "mla_use_output_gate", "router_bias",
 )
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "partial_rotary_factor")
 _LIMITS = (
@@ -168,7 +197,8 @@ _LIMITS = (
 # fmt: on
 NEUTRAL_VALUES: dict[str, tuple] = {
     "hidden_act": ("silu",),
-    "zero_expert_num": (0, None),
+    "attention_method": ("MLA", None),
+    "zero_expert_type": ("identity", None),
     **dict.fromkeys(_SWITCHES, (False, None)),
     **dict.fromkeys(_FACTORS, (1, None)),
     **dict.fromkeys(_LIMITS, (None, 0)),
@@ -307,6 +337,12 @@ PRESETS: dict[str, dict] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         **ROPE_DEFAULTS["mistral4"],
+    },
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        **_sizes(6144, 12288, 56, 64, 131072),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     "minicpm3": {
         "model_type": "minicpm3",

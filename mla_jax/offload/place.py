@@ -201,7 +201,7 @@ def splits(wanted: ExpertOptions, figures: Figures, count: int, counted: Routing
 
 def equally_likely(config: Config, layers: int) -> Float[np.ndarray, "L X"]:
     experts = config.n_routed_experts or 1
-    return np.full((layers, experts), (config.num_experts_per_tok or 1) / experts)
+    return np.full((layers, experts), (config.routed_per_token or 1) / experts)
 
 
 def most_chosen(

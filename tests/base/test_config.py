@@ -43,6 +43,8 @@ PUBLISHED = {
              163840, 10000, 32768, 163691, (163691,)),
     "minicpm3": (2560, 62, 40, 6400, None, None, None, None, 0, 1, 768, 256, 64, 32, 64, "greedy", "softmax", 1, 1, False, 1.0, 0,
                  73448, 10000, 32768, 1, (2, 73440)),
+    "longcat_flash": (6144, 56, 64, 12288, 2048, 512, None, 12, 0, 2, 1536, 512, 128, 64, 128, "noaux_tc", "softmax", 1, 1, False,
+                      6.0, 0, 131072, 10000000, 131072, 1, (2,)),
 }
 # fmt: on
 ROPE = {
@@ -54,6 +56,7 @@ ROPE = {
     "mistral_small_4": (128, 1.0, 32, 8192),
     "axk1": None,
     "minicpm3": (1.0, None, 32, 32768),
+    "longcat_flash": None,
 }
 
 
@@ -289,6 +292,17 @@ WRITTEN = {
         "rope_type": "default"}, "routed_scaling_factor": 2.5, "tie_word_embeddings": false, "topk_group": 4,
         "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 163840}
     """,
+    "longcat_flash": """
+        {"attention_bias": false, "attention_dropout": 0.0, "attention_method": "MLA", "bos_token_id": 1, "eos_token_id": 2,
+        "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "head_dim": 64, "hidden_act": "silu", "hidden_size": 6144,
+        "initializer_range": 0.02, "kv_lora_rank": 512, "max_position_embeddings": 131072, "mla_scale_kv_lora": true,
+        "mla_scale_q_lora": true, "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "num_layers": 28, "output_router_logits": false, "pad_token_id":
+        null, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 6.0,
+        "tie_word_embeddings": false, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size":
+        131072, "zero_expert_num": 256, "zero_expert_type": "identity"}
+    """,
     "minicpm3": """
         {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "dim_model_base": 256, "eos_token_id": 2,
         "head_dim": 32, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.1, "intermediate_size": 6400,
@@ -434,6 +448,26 @@ def test_a_family_can_have_words_of_its_own_which_are_written_too():
     assert Config.from_hf(written) == config
 
 
+def test_layers_that_are_counted_in_pairs_are_twice_as_many():
+    config = written("longcat_flash", num_layers=3)
+    assert [config.is_moe(layer) for layer in range(6)] == [True, False] * 3
+    assert (config.num_hidden_layers, config.to_hf()["num_layers"]) == (6, 3)
+    assert config.shortcut_moe
+    with pytest.raises(BadConfig, match="num_hidden_layers is 5, expected pairs"):
+        Config.preset("longcat_flash", num_hidden_layers=5)
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_experts_without_weights_can_be_none(count):
+    assert written("longcat_flash", zero_expert_num=count).zero_expert_num == 0
+
+
+def test_experts_without_weights_count_as_experts_to_choose():
+    assert written("longcat_flash", moe_topk=768).routed_per_token == 512
+    with pytest.raises(BadConfig, match="num_experts_per_tok is 769"):
+        written("longcat_flash", moe_topk=769)
+
+
 def test_null_experts_mean_a_dense_model():
     assert not any(written("deepseek_v3", n_routed_experts=None).is_moe(layer) for layer in range(61))
 
@@ -474,7 +508,9 @@ OTHER = {
     "attention_bias": True,
     "mlp_bias": True,
     "mla_use_nope": True,
-    "zero_expert_num": 4,
+    "attention_method": "GQA",
+    "zero_expert_type": "drop",
+    "router_bias": True,
     "embedding_multiplier": 2.0,
     "logits_scaling": 8,
     "residual_multiplier": 0.2,
@@ -499,8 +535,6 @@ OTHER = {
 OF_A_KIND = {
     "index_topk": 2048,
     "index_n_heads": 64,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
     "llama_4_scaling": {"beta": 0.1},
     "llama_4_scaling_beta": 0.1,
     "mla_scale_kv_norm": 0.5,

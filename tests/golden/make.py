@@ -21,15 +21,16 @@ from parity import oracle  # noqa: E402
 STEPS = 24
 
 
-WITH_MTP = {"v3_mtp": "v3", "pangu_ultra_moe": "pangu_ultra_moe"}  # folders as released, with the family of each
+# Folders as released, and not as transformers saves them, with the family of each
+RELEASED = {"v3_mtp": "v3", "pangu_ultra_moe": "pangu_ultra_moe", "longcat_flash": "longcat_flash"}
 
 
 def main():
     """Writes the folders that are named, by default all."""
     for name in sys.argv[1:] or [*models.FAMILIES, "v3_mtp"]:
         folder = HERE / name
-        if name in WITH_MTP:
-            write_with_mtp(folder, models.FAMILIES[WITH_MTP[name]])
+        if name in RELEASED:
+            write_as_released(folder, models.FAMILIES[RELEASED[name]])
         else:
             write_as_saved(folder, models.FAMILIES[name])
 
@@ -41,11 +42,12 @@ def write_as_saved(folder: Path, hf: dict):
     _write(folder, oracle.load(folder), hf, {})
 
 
-def write_with_mtp(folder: Path, hf: dict):
+def write_as_released(folder: Path, hf: dict):
     shutil.rmtree(folder, ignore_errors=True)
     models.write(folder, hf, {k: v.astype("bfloat16") for k, v in models.tensors(hf, mtp=True).items()})
     model = oracle.load(folder)
-    _write(folder, model, hf, {"mtp_logits": oracle.mtp_logits(model, _tokens(hf))})
+    has_mtp = hf.get("num_nextn_predict_layers", 0) > 0
+    _write(folder, model, hf, {"mtp_logits": oracle.mtp_logits(model, _tokens(hf))} if has_mtp else {})
 
 
 def _tokens(hf: dict) -> np.ndarray:

@@ -45,6 +45,10 @@ def random_sizes(family: str, seed: int) -> dict:
         hf["rope_scaling"] = models.yarn(float(rng.choice([2, 8, 40])), *mscales, original=32)
     if "short_factor" in (hf.get("rope_scaling") or {}):
         hf["rope_scaling"] = models.longrope(rng.uniform(1, 20, hf["qk_rope_head_dim"] // 2).tolist(), original=32)
+    if hf["model_type"] == "longcat_flash":
+        pairs = int(rng.integers(1, 3))
+        hf |= {"num_layers": pairs, "num_hidden_layers": 2 * pairs, "head_dim": hf["qk_rope_head_dim"]}
+        hf |= {"n_shared_experts": None, "first_k_dense_replace": 0, "zero_expert_num": int(rng.integers(0, 6))}
     if hf["model_type"] == "mistral4":
         part = hf["qk_rope_head_dim"] / (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         hf["rope_scaling"] = {**hf["rope_scaling"], "llama_4_scaling_beta": 0.2, "partial_rotary_factor": part}
