@@ -29,7 +29,7 @@ from mla_jax.base.families import (
 )
 from mla_jax.base.files import read_json
 from mla_jax.base.quantization import Quantization, quantization_notes, read_quantization
-from mla_jax.base.rope_settings import RopeScaling, is_length, read_rope, written
+from mla_jax.base.rope_settings import RopeScaling, is_length, read_rope, rope_to_hf
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
 OTHER_QUANTIZATION = "hf_quant_config.json"
@@ -129,13 +129,14 @@ class Config:
             self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         )
         values["num_key_value_heads"] = self.num_attention_heads
-        values["rope_scaling"] = written(self)
+        values["rope_scaling"] = rope_to_hf(self)
         if self.quantization_config is not None:
             values["quantization_config"] = self.quantization_config.to_hf()
         for theirs, ours in OTHER_WORDS.get(self.model_type, {}).items():
             values |= {theirs: values.pop(ours)} if ours in values else {}
         if self.model_type in PAIRED_LAYERS:
-            values["num_layers"] = values.pop("num_hidden_layers") // 2
+            values["num_layers"] = self.num_hidden_layers // 2
+            values.pop("num_hidden_layers")
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
@@ -169,8 +170,9 @@ class Config:
     @property
     def q_lora_scale(self) -> float:
         """The factor on the query's latent once it is normed."""
-        is_scaled = self.mla_scale_q_lora and self.q_lora_rank is not None
-        return math.sqrt(self.hidden_size / self.q_lora_rank) if is_scaled else 1.0
+        if self.q_lora_rank is None or not self.mla_scale_q_lora:
+            return 1.0
+        return math.sqrt(self.hidden_size / self.q_lora_rank)
 
     @property
     def kv_lora_scale(self) -> float:
@@ -184,7 +186,7 @@ class Config:
 
     @property
     def logits_scaling(self) -> float:
-        """What the hidden state is divided by before the head."""
+        """The number that the hidden state is divided by before the head."""
         return 1.0 if self.dim_model_base is None else self.hidden_size / self.dim_model_base
 
 

@@ -23,7 +23,7 @@ LARGEST_OF = {
     "n_routed_experts": 1 << 14,
     "zero_expert_num": 1 << 14,
 }
-LEAST_OF = dict.fromkeys(  # else 1
+LEAST_OF: dict[str, int] = dict.fromkeys(  # else 1
     ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts", "zero_expert_num"), 0
 )
 

@@ -178,7 +178,14 @@ ARCHITECTURES = {  # the classes that read each model_type, of transformers or o
 }
 
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
-UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
+UNSUPPORTED_TYPES = {
+    "deepseek_v32": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "axk2": "its norms and the output of its attention have gates (gated_norm_rank), and it has a lightning indexer",
+    "hy_v4": "its attention has gates and sinks, its layers hyper-connections (hc_mult), and it has a lightning indexer",
+    "longcat2": "it has n-gram embeddings and a lightning indexer",
+    "longcat_flash_ngram": "it has n-gram embeddings",
+}
 
 # Models that also see, whose language model is their text_config: the rest is not read.
 NESTED_TYPES = ("kimi_k25", "mistral3")

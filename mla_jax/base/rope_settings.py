@@ -55,7 +55,7 @@ def read_rope(hf: Mapping, values: Mapping) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def written(config: Config) -> dict[str, Any] | None:
+def rope_to_hf(config: Config) -> dict[str, Any] | None:
     """A config's `rope_scaling` for a config.json: both names of the type, and of the rest what differs from the default."""
     if config.rope_scaling is None:
         return None

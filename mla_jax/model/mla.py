@@ -191,7 +191,7 @@ class MLA(nnx.Module):
 
     @property
     def kv_weight(self) -> Float[Array, " R"]:
-        """What the normed latent is multiplied with."""
+        """The factors on the normed latent."""
         return rescaled(self.kv_a_norm[...], self.config.kv_lora_scale)
 
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:

@@ -43,7 +43,7 @@ class Router(nnx.Module):
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
 
     def choice(self, logits: Float[Array, "n X"], scores: Float[Array, "n X"]) -> Float[Array, "n X"]:
-        """What experts and their groups are chosen by. V2's logits are in the order of its scores, and need not wait for them."""
+        """The numbers by which experts and groups are chosen. V2's logits are in the order of its scores, and need not wait."""
         if self.config.topk_method == "noaux_tc":
             return scores + self.bias[...]
         return scores if self.config.topk_method == "none" else logits

@@ -65,7 +65,7 @@ def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
 
 
 class Turns(NamedTuple):
-    """What positions do to queries and keys, in float32: of each pair cosine and sine of the angle, times the amplitude, and the
+    """The effect of positions on queries and keys, in float32: cosine and sine of each pair's angle, times the amplitude, and the
     factor on each query as a whole, None for 1."""
 
     cos: Float[Array, "B T half"]

@@ -67,7 +67,7 @@ class Block(nnx.Module):
         return (settle(x + self.scaled(y), pending), left), layer, found
 
     def scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What attention or MLP add to the hidden state."""
+        """The part of `y`, of attention or MLP, that is added to the hidden state."""
         return y if self.residual_scale == 1 else y * self.residual_scale
 
 

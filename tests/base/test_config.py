@@ -503,6 +503,12 @@ def test_sparse_attention_is_refused_by_its_name(model_type):
         Config.from_hf({**V3, "model_type": model_type, "index_topk": 2048, "index_n_heads": 64})
 
 
+@pytest.mark.parametrize(("model_type", "reason"), [("axk2", "gates"), ("hy_v4", "sinks"), ("longcat_flash_ngram", "n-gram")])
+def test_families_that_are_known_and_not_built_are_refused_with_the_reason(model_type, reason):
+    with pytest.raises(Unsupported, match=rf"{model_type} is known but not supported yet\n.*{reason}"):
+        Config.from_hf({**V3, "model_type": model_type})
+
+
 OTHER = {
     "hidden_act": "gelu",
     "attention_bias": True,
