@@ -62,9 +62,7 @@ class Config:
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     zero_expert_num: int = 0  # further experts, which give back what they get
-    shortcut_moe: bool = (
-        False  # beside its experts a layer has a dense MLP, and the next layer adds the experts' sum
-    )
+    shortcut_moe: bool = False  # a dense MLP beside the experts, whose sum the next layer adds
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
     mlp_layer_types: tuple[str, ...] | None = None  # "dense" or "sparse" per layer; overrides the two above
@@ -124,7 +122,7 @@ class Config:
         values = dataclasses.asdict(self)
         for apart in ("rope_scaling", "quantization_config", "notes"):
             values.pop(apart)
-        values = {k: v for k, v in values.items() if v is not None or self._has_null(k)}
+        values = {k: v for k, v in values.items() if self._is_written(k, v)}
         values["eos_token_id"] = (
             self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         )
@@ -141,9 +139,11 @@ class Config:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
 
-    def _has_null(self, key: str) -> bool:
-        """Whether an absent `key` would say something else than null."""
-        return key in _NULLABLE and (key not in _SCALES or key in DEFAULTS.get(self.model_type, {}))
+    def _is_written(self, key: str, value: object) -> bool:
+        """Whether an absent `key` would say something else, or no reader knows it."""
+        if key in _SWITCHES and key not in DEFAULTS.get(self.model_type, {}):
+            return value != getattr(Config, key)
+        return value is not None or key in _NULLABLE
 
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts; the MTP layers after the last one always do."""
@@ -259,7 +259,17 @@ def _model_type(hf: Mapping) -> str:
 
 
 _KNOWN = {f.name for f in dataclasses.fields(Config)} - {"notes"}
-_SCALES = ("scale_depth", "dim_model_base")
+_SWITCHES = {  # of a few families
+    "zero_expert_num",
+    "shortcut_moe",
+    "mla_scale_q_lora",
+    "mla_scale_kv_lora",
+    "scale_emb",
+    "scale_depth",
+    "dim_model_base",
+    "sandwich_norm",
+    "post_mlp_layernorm",
+}
 _NULLABLE = {
     "q_lora_rank",
     "n_routed_experts",
@@ -269,7 +279,8 @@ _NULLABLE = {
     "bos_token_id",
     "eos_token_id",
     "zero_expert_num",
-    *_SCALES,
+    "scale_depth",
+    "dim_model_base",
 }
 
 

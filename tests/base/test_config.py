@@ -706,6 +706,13 @@ def test_what_to_hf_gives_reads_back_equal(name):
     assert again.notes == ()
 
 
+def test_switches_of_other_families_are_not_written():
+    switches = {"scale_emb", "scale_depth", "sandwich_norm", "zero_expert_num", "shortcut_moe", "mla_scale_q_lora"}
+    assert not Config.preset("v3").to_hf().keys() & switches
+    assert Config.preset("v3", sandwich_norm=True).to_hf()["sandwich_norm"] is True
+    assert written("longcat_flash", zero_expert_num=0).to_hf()["zero_expert_num"] == 0
+
+
 def test_to_hf_names_the_heads_that_transformers_would_otherwise_guess():
     assert Config.preset("tiny").to_hf()["num_key_value_heads"] == 4
 

@@ -133,6 +133,16 @@ def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
     np.testing.assert_allclose(y[~mask], layer.shared(x)[~mask], atol=1e-6)
 
 
+def test_experts_without_weights_give_back_what_they_get_and_are_no_load():
+    config = Config.from_hf({**SIZES, **EXPERTS, **ROUTING["v3"], "n_group": 1, "topk_group": 1, "zero_expert_num": 16})
+    layer, x = MoE(config, nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (1, 5, D))
+    layer.router.bias.set_value(jnp.where(jnp.arange(32) < 16, 0.0, 10.0))  # so that no others are chosen
+    y, load, pending = layer(x, jnp.ones((1, 5), bool), moe.ExpertPlan(moe.dense))
+    assert pending is None
+    assert load.tolist() == [0] * 16
+    np.testing.assert_allclose(y, layer.shared(x) + config.routed_scaling_factor * x, rtol=1e-5, atol=1e-6)
+
+
 # the routers
 
 ROUTING = {
