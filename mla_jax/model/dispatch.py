@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.base import roofline
-from mla_jax.base.batch import AnyBatch, Batch, MixedBatch
+from mla_jax.base.batch import AnyBatch, Batch, MixedBatch, by_layer
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
@@ -56,17 +56,18 @@ class StepPlan(NamedTuple):
     """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
 
     form: mla.Form
-    shared: Any  # what `form.prepare` made of the batch and the pool, for all layers
+    shared: Any  # what `form.prepare` made of the batch and the pool; with layers in front where these differ
     turns: rope.Turns
     experts: ExpertPlan
-    prepare: Callable[[Any], Any] | None = None  # makes the same for one layer's batch
+    layers_differ: bool = False  # each has dropped tokens of its own
     watch: Watch | None = None  # what is asked of each layer's attention
     retrieving: Selection | None = None  # some of the pages, where that is asked for
 
-    def of_layer(self, batch: AnyBatch, number: Any) -> "StepPlan":
-        """The plan for a layer that has dropped other tokens than the layers before."""
-        assert self.prepare is not None
-        return self._replace(shared=self.prepare(batch.of_layer(number)))
+    def of_layer(self, number: Any) -> "StepPlan":
+        """The plan for a layer; the same for all unless layers have dropped tokens."""
+        if not self.layers_differ:
+            return self
+        return self._replace(shared=jax.tree.map(lambda x: x[number], self.shared), layers_differ=False)
 
     def attending_to_all(self) -> "StepPlan":
         """The plan for a layer that chooses no pages."""
@@ -112,7 +113,9 @@ class Dispatch:
             rope.turns(batch.positions, model.config),
         )
         form, prepare, retrieving = attention
-        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare, retrieving=retrieving)
+        differ = batch.tables is not None
+        shared = by_layer(prepare, batch) if differ else prepare(batch)
+        return StepPlan(form, shared, turns, experts, differ, retrieving=retrieving)
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import CONTEXT
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Known
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, StepRows, View
@@ -30,12 +30,12 @@ class Order(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """The plan of one step of `kernel_latents`, shared by its layers."""
+    """The plan of one step of `kernel_latents`."""
 
     rows: StepRows
     held: Int[Array, " B"]  # tokens of each row that are on this device
     order: Order | None  # of the queries; None: one token per row
-    parts: int  # into which heads are cut, each for a call of its own
+    parts: Known  # into which heads are cut, each for a call of its own
     schedule: Any
     turns: rope.Turns
 
@@ -53,7 +53,7 @@ def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Lat
     )
     held = paged.held_here(rows.seq_lens, paged.page_size(pool))
     schedule = kernels.schedule(held, heads // parts, new)
-    return Latents(rows, held, order, parts, schedule, rope.turns(batch.positions, config))
+    return Latents(rows, held, order, Known(parts), schedule, rope.turns(batch.positions, config))
 
 
 def padding_first(padding: Bool[Array, "B T"]) -> Order:
@@ -105,13 +105,13 @@ Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Heads(NamedTuple):
-    """The plan of one step of `kernel_heads`, shared by its layers."""
+    """The plan of one step of `kernel_heads`."""
 
     rows: StepRows
     own: Range  # among the new tokens of its line
     before: View  # with what rows had cached before
     cached: Range  # among the slots of these
-    count: int  # of pages whose heads are rebuilt at a time
+    count: Known  # of pages whose heads are rebuilt at a time
 
 
 def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads:
@@ -132,7 +132,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
     cached = valid(start, start + rows.of_tokens(paged.held_here(before, size)))
     # Every device has the keys of the new tokens; one attends to them
     own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))
-    return Heads(rows, own, pages.in_blocks(count), cached, count)
+    return Heads(rows, own, pages.in_blocks(count), cached, Known(count))
 
 
 def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -158,7 +158,7 @@ def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Arr
 
 
 class CachedHeads(NamedTuple):
-    """The plan of one step of `kernel_naive`, shared by its layers unless heads have dropped tokens."""
+    """The plan of one step of `kernel_naive`."""
 
     table: Int[Array, "#N B P"]
     held: Int[Array, "#N B"]  # tokens that are on this device
