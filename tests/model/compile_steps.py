@@ -1,4 +1,4 @@
-"""Compiles all programs of V2-Lite-shaped models of three layers for an H200 on a machine without one; prints a JSON line each.
+"""Compiles all programs of models of a few layers, most shaped as V2-Lite, for an H200 on a machine without one; prints JSON lines.
 
     python compile_steps.py [KIND ..]       (of KINDS; by default all)
 
@@ -53,6 +53,7 @@ class Kind(NamedTuple):
     drafter: Drafter = NOBODY
     evicts: Selection | None = None
     wide: int = WIDE
+    preset: str = "v2_lite"
 
 
 KINDS = {
@@ -65,6 +66,8 @@ KINDS = {
     "evicting heads": Kind(
         {"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW
     ),
+    "growing queries": Kind(preset="mistral_small_4"),
+    "experts added late": Kind(preset="longcat_flash"),
 } | {name: Kind({"retrieval": Retrieval(policy, 1024, dense=1)}) for name, policy in RETRIEVAL_POLICIES.items()}
 
 
@@ -81,7 +84,8 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
 
 def model_of(kind: Kind) -> Transformer:
     mtp = int(isinstance(kind.drafter, Mtp))
-    config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=mtp)
+    layers = 4 if kind.preset == "longcat_flash" else 3  # in pairs
+    config = Config.preset(kind.preset, num_hidden_layers=layers, num_nextn_predict_layers=mtp)
     dispatch = Dispatch(device=roofline.DEVICES[DEVICE], **kind.dispatch)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=bool(mtp)))
     graph, state = nnx.split(model)
