@@ -1,4 +1,4 @@
-"""Compiles all programs of models of a few layers, most shaped as V2-Lite, for an H200 on a machine without one; prints JSON lines.
+"""Compiles all programs of models of a few layers, most shaped as V2-Lite, for an H200 without having one; prints JSON lines.
 
     python compile_steps.py [KIND ..]       (of KINDS; by default all)
 
@@ -54,6 +54,7 @@ class Kind(NamedTuple):
     evicts: Selection | None = None
     wide: int = WIDE
     preset: str = "v2_lite"
+    changes: Mapping[str, int] = MappingProxyType({})
 
 
 KINDS = {
@@ -67,7 +68,8 @@ KINDS = {
         {"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW
     ),
     "growing queries": Kind(preset="mistral_small_4"),
-    "experts added late": Kind(preset="longcat_flash"),
+    # layers in pairs, and the experts of one of two devices
+    "experts added late": Kind(preset="longcat_flash", changes={"num_hidden_layers": 4, "n_routed_experts": 256}),
 } | {name: Kind({"retrieval": Retrieval(policy, 1024, dense=1)}) for name, policy in RETRIEVAL_POLICIES.items()}
 
 
@@ -84,8 +86,8 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
 
 def model_of(kind: Kind) -> Transformer:
     mtp = int(isinstance(kind.drafter, Mtp))
-    layers = 4 if kind.preset == "longcat_flash" else 3  # in pairs
-    config = Config.preset(kind.preset, num_hidden_layers=layers, num_nextn_predict_layers=mtp)
+    layers = {"num_hidden_layers": 3, "num_nextn_predict_layers": mtp}
+    config = Config.preset(kind.preset, **(layers | kind.changes))
     dispatch = Dispatch(device=roofline.DEVICES[DEVICE], **kind.dispatch)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=bool(mtp)))
     graph, state = nnx.split(model)
