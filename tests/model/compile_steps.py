@@ -101,6 +101,8 @@ def shapes_of(kind: Kind, chunk: int) -> Iterator[ProgramShape]:
     for rows, width in ((8, NARROW), (ROWS, kind.wide)):
         yield ProgramShape("run", width, rows)
         yield ProgramShape("mixed_step", width, rows, chunk, PIECES)
+        if kind.preset != "v2_lite":
+            return  # only layers are others
     yield ProgramShape("prefill", kind.wide, line=64, pieces=PIECES, scores=True)
     if kind.drafter is not NOBODY:
         yield ProgramShape("run_with_drafts", kind.wide, 8)
