@@ -26,7 +26,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),
     "mlp": (("intermediate_size",), prod),
     "experts": (("n_routed_experts",), prod),
-    "scores": (("n_routed_experts",), prod),  # of the router, which every device has whole
+    "scores": (("n_routed_experts", "zero_expert_num"), sum),  # of the router, which every device has whole
     "expert_mlp": (("moe_intermediate_size",), prod),
     "expert_pair": (("moe_intermediate_size", "moe_intermediate_size"), sum),  # gate and up, joined
     "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),

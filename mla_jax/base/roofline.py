@@ -123,7 +123,7 @@ def step_cost(config: Config, form: str, rows: int, new: int, attended: int, ite
 
 def experts_touched(config: Config, tokens: int) -> float:
     """Routed experts of a layer that `tokens` touch on average, when each is as likely as any other."""
-    experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
+    experts, chosen = config.n_routed_experts or 0, config.routed_per_token
     return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
@@ -190,7 +190,7 @@ def chunk(config: Config, on: Device, shards: int = 1) -> int:
     if on.platform == "cpu":
         return CHUNK_ON_A_CPU
     tokens_of_an_expert = on.flops / on.bandwidth  # two operations a weight and token, two bytes a weight
-    tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.num_experts_per_tok or 1)
+    tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.routed_per_token or 1)
     least, most = CHUNK
     every = min(max(1 << math.ceil(math.log2(max(tokens, 1))), least), most)
     return every if shards == 1 else max(1 << int(math.log2(every / shards)), CHUNK_OF_A_SHARD)

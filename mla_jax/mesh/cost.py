@@ -213,8 +213,7 @@ class MeshCost:
 
     def _pairs(self, work: Pass) -> float:
         """Of a token and one of its experts, on one device, in a layer."""
-        chosen = self.config.num_experts_per_tok or 0
-        return self._every(work) * work.new * chosen / self.of(*MESH_AXES)
+        return self._every(work) * work.new * self.config.routed_per_token / self.of(*MESH_AXES)
 
     def _experts(self, work: Pass) -> Cost:
         """Routed experts of the layers that the device computes, and replicas of the others."""
@@ -303,7 +302,8 @@ class MeshCost:
         summed = self._speech.total(activations, (TENSOR,))  # after o_proj, an MLP and the embedding
         # XLA adds shared and routed experts before it sums them
         together = exchange == "gather" and self.of(CONTEXT) == 1
-        shared = summed if config.n_shared_experts and not together else NOTHING
+        is_apart = config.shortcut_moe or (config.n_shared_experts and not together)
+        shared = summed if is_apart else NOTHING
         attention = (summed + self._merging(tokens, prefilled)) * self.parts.layers
         mlps = summed * dense + (routed + shared) * moe
         return summed + attention + mlps + self._choosing(unembedded), exchange

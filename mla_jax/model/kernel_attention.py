@@ -73,7 +73,7 @@ def rotate_and_append(
     config: Config,
 ) -> tuple[Queries, Layer]:
     """Rotates queries and keys, normalises the latent with `weight`, and writes the new tokens to the pool, in one kernel."""
-    tokens = (paged.slots_in(layer, step.rows), *step.turns)
+    tokens = (paged.slots_in(layer, step.rows), step.turns.cos, step.turns.sin)
     pool = paged.numbers(layer.pool)
     q_pe, pool = kernels.rope_append(
         q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave

@@ -119,6 +119,10 @@ FORMS = {
 }
 
 
+def rescaled(weight: Float[Array, " R"], factor: float) -> Float[Array, " R"]:
+    return weight if factor == 1 else weight * factor
+
+
 class MLA(nnx.Module):
     """The attention layer: projections around a form, `x [B T D]` in and out."""
 
@@ -150,9 +154,9 @@ class MLA(nnx.Module):
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
         the cached pages alone."""
         up, scale = self.up, rope.softmax_scale(self.config)
-        q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
+        q, kv = rope.grown(self.queries(x), turns), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
-            q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
+            q, layer = form.appends(q, kv, self.kv_weight, layer, step, self.config)
             new = {}
         else:
             q = self.turned(q, turns)
@@ -169,7 +173,7 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q = self.turned(self.queries(x), turns)
+        q = self.turned(rope.grown(self.queries(x), turns), turns)
         held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
@@ -185,12 +189,18 @@ class MLA(nnx.Module):
     def up(self) -> Up:
         return self.uk[...], self.uv[...]
 
+    @property
+    def kv_weight(self) -> Float[Array, " R"]:
+        """The factors on the normed latent."""
+        return rescaled(self.kv_a_norm[...], self.config.kv_lora_scale)
+
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Of the heads whose keys and values this device can make."""
         if self.config.q_lora_rank is None:
             q = linear(x, self.q_proj[...])
         else:
-            latent = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS)
+            weight = rescaled(self.q_a_norm[...], self.config.q_lora_scale)
+            latent = rms_norm(linear(x, self.q_a_proj[...]), weight, LATENT_NORM_EPS)
             q = linear(latent, self.q_b_proj[...])
         q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)
@@ -204,4 +214,4 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
         c_kv, k_pe = jnp.split(kv, [self.config.kv_lora_rank], axis=-1)
         k_pe = rope.rotate(k_pe, turns, self.config.rope_interleave)
-        return rms_norm(c_kv, self.kv_a_norm[...], LATENT_NORM_EPS), k_pe
+        return rms_norm(c_kv, self.kv_weight, LATENT_NORM_EPS), k_pe

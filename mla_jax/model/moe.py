@@ -39,10 +39,14 @@ class Router(nnx.Module):
             x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
         )
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
-        # without a bias logits are in the same order, and need not wait for the scores
-        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else logits
-        topk_ids = largest(within_groups(choice, c), c.num_experts_per_tok or 1)
+        topk_ids = largest(within_groups(self.choice(logits, scores), c), c.num_experts_per_tok or 1)
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
+
+    def choice(self, logits: Float[Array, "n X"], scores: Float[Array, "n X"]) -> Float[Array, "n X"]:
+        """The numbers by which experts and groups are chosen. V2's logits are in the order of its scores, and need not wait."""
+        if self.config.topk_method == "noaux_tc":
+            return scores + self.bias[...]
+        return scores if self.config.topk_method == "none" else logits
 
 
 def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "n X"]:
@@ -101,7 +105,7 @@ def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
 
 def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
     """V2's released code normalises or scales, V3's does both."""
-    v2 = config.topk_method != "noaux_tc"
+    v2 = config.topk_method in ("greedy", "group_limited_greedy")
     normalise = config.norm_topk_prob and not (v2 and config.num_experts_per_tok == 1)
     if normalise:
         chosen = chosen / (chosen.sum(-1, keepdims=True) + 1e-20)
@@ -233,6 +237,15 @@ class Experts(nnx.Module):
         return {"device": (self.gate.get_value(), self.down.get_value())}
 
 
+class Delayed(NamedTuple):
+    """The whole sum of a layer's experts, which the next layer adds."""
+
+    sum: Float[Array, "n D"]
+
+    def collect(self, after: Array) -> Float[Array, "n D"]:
+        return self.sum
+
+
 def settle(x: Float[Array, "B T D"], pending: Deferred | None) -> Float[Array, "B T D"]:
     """`x` and what an earlier layer has left to be added, which is waited for only once `x` is computed."""
     return x if pending is None else x + pending.collect(after=x).reshape(x.shape)
@@ -249,13 +262,17 @@ def slots_of(topk_ids: Int[Array, "n K"], places: Int[Array, "X1 R"]) -> Int[Arr
 
 
 class MoE(nnx.Module):
-    """Routed experts plus the shared ones, which see every token unweighted."""
+    """Routed experts plus the shared ones or a dense MLP, which see every token unweighted.
+
+    Experts without weights give back what they get. Beside a dense MLP the routed experts' sum is for the next layer to add
+    (LongCat-Flash, arXiv 2509.01322)."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.router = Router(config, rngs)
         self.places: Places | None = nnx.data(None)
         self.experts: Any = Experts(config, rngs)
         self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
+        self.dense = MLP(config, rngs) if config.shortcut_moe else None
 
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], plan: ExpertPlan
@@ -266,15 +283,21 @@ class MoE(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         n_experts = self.router.config.n_routed_experts or 0
         topk_ids, topk_weights = self.router(flat)
-        topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, n_experts)
+        kept = jnp.where(topk_ids < n_experts, 0, topk_weights).sum(-1, keepdims=True).astype(x.dtype)
+        topk_ids = jnp.where(mask.reshape(-1, 1), jnp.minimum(topk_ids, n_experts), n_experts)
+        every = self.shared if self.dense is None else self.dense
 
-        def shared_experts(flat: Array) -> Array:
-            return self.shared(flat.reshape(x.shape)) if self.shared is not None else jnp.zeros_like(x)
+        def on_every_token(flat: Array) -> Array:
+            return every(flat.reshape(x.shape)) if every is not None else jnp.zeros_like(x)
 
         slots = topk_ids if self.places is None else slots_of(topk_ids, self.places[...])
-        y, shared, pending = self.experts(flat, slots, topk_weights, plan, shared_experts)
+        y, beside, pending = self.experts(flat, slots, topk_weights, plan, on_every_token)
         load = jnp.bincount(topk_ids.reshape(-1), length=n_experts + 1)[:-1]
-        return y.reshape(x.shape) + shared, load, pending
+        if self.router.config.zero_expert_num:
+            y += kept * flat
+        if self.dense is not None:
+            return beside, load, Delayed(y)
+        return y.reshape(x.shape) + beside, load, pending
 
 
 class MLP(nnx.Module):

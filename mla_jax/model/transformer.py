@@ -30,11 +30,14 @@ class Block(nnx.Module):
     """One layer. It takes and returns `(x, pending)`; `pending` is the deferred sum that a later layer adds."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, layer: int):
-        self.eps = config.rms_norm_eps
+        self.eps, self.residual_scale = config.rms_norm_eps, config.residual_scale
         self.attn_norm = norm_weight(config, rngs, "model")
         self.attn = MLA(config, rngs)
+        self.attn_post_norm = norm_weight(config, rngs, "model") if config.sandwich_norm else None
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
+        is_normed = config.sandwich_norm or (config.post_mlp_layernorm and config.is_moe(layer))
+        self.mlp_post_norm = norm_weight(config, rngs, "model") if is_normed else None
 
     def __call__(
         self, x: Float[Array, "B T D"], pending: Any, batch: AnyBatch, layer: Layer | None, plan: StepPlan
@@ -50,7 +53,8 @@ class Block(nnx.Module):
                 y, found["watched"] = self.attn.watched(
                     normed, layer, plan.form, plan.shared, plan.turns, plan.watch
                 )
-        x = x + y
+            y = y if self.attn_post_norm is None else rms_norm(y, self.attn_post_norm[...], self.eps)
+        x = x + self.scaled(y)
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
             load = left = None
@@ -58,8 +62,13 @@ class Block(nnx.Module):
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
             else:
                 y = self.mlp(y)
+            y = y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm[...], self.eps)
         found |= {} if load is None else {"load": load}
-        return (settle(x + y, pending), left), layer, found
+        return (settle(x + self.scaled(y), pending), left), layer, found
+
+    def scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The part of `y`, of attention or MLP, that is added to the hidden state."""
+        return y if self.residual_scale == 1 else y * self.residual_scale
 
 
 def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
@@ -151,6 +160,11 @@ class Transformer(nnx.Module):
         return self.norm.get_value().dtype  # which may be a shape only
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        found = self._rows_of(tokens)
+        return found if self.config.scale_emb == 1 else found * self.config.scale_emb
+
+    def _rows_of(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Those of the embedding, of which each device can have a part."""
         rows = self.embed.shape[0]
         if rows == self.config.vocab_size:
             return take(self.embed[...], tokens, self.dtype)
@@ -165,7 +179,8 @@ class Transformer(nnx.Module):
 
     def own_words(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B w"]:
         """Logits in float32, of the words whose part of the head this device has."""
-        return linear(hidden, self._head[...], out="float32")
+        scaling = self.config.logits_scaling
+        return linear(hidden if scaling == 1 else hidden / scaling, self._head[...], out="float32")
 
     @property
     def cuts_words(self) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def test_there_is_a_folder_of_every_family():
-    assert len(FOLDERS) == 8
+    assert {*FOLDERS} == {*models.FAMILIES, "v3_mtp"}
 
 
 def opened(folder: str, form: str) -> tuple[LLM, dict[str, np.ndarray]]:
@@ -36,8 +37,12 @@ def test_logits_in_every_form_equal_those_of_transformers(folder, form):
     assert relative(llm.logits(golden["tokens"]), golden["logits"]) < 1e-4
 
 
-# Steps know nothing of families: for forms that are not chosen by themselves one is enough.
-OTHERS = [pytest.param("v3", form, marks=(pytest.mark.once, pytest.mark.deep)) for form in ("naive", "fused")]
+# Steps know nothing of families: for forms that are not chosen by themselves one is enough, and those that change queries or
+# latents around a kernel.
+OTHERS = [
+    pytest.param(folder, form, marks=(pytest.mark.once, pytest.mark.deep))
+    for folder, form in (("v3", "naive"), ("v3", "fused"), ("mistral4", "fused"))
+]
 GREEDY = [
     *(pytest.param(folder, "auto", marks=() if folder == "v3" else pytest.mark.deep) for folder in FOLDERS),
     *OTHERS,
@@ -53,10 +58,14 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(folder, form):
     assert [o.token_ids for o in outputs] == golden["greedy"].tolist()
 
 
+WITH_MTP = ("v3_mtp", "pangu_ultra_moe")
+
+
 @pytest.mark.deep
-def test_the_mtp_layer_gives_the_logits_of_transformers():
-    golden = np.load(HERE / "v3_mtp" / "golden.npz")
-    model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
+@pytest.mark.parametrize("folder", WITH_MTP)
+def test_the_mtp_layer_gives_the_logits_of_transformers(folder):
+    golden = np.load(HERE / folder / "golden.npz")
+    model, tokens = LLM(HERE / folder).model, jnp.asarray(golden["tokens"], jnp.int32)
     batch = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
 
     @jax.jit
@@ -69,9 +78,10 @@ def test_the_mtp_layer_gives_the_logits_of_transformers():
 
 
 @pytest.mark.deep
-def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache():
-    golden = np.load(HERE / "v3_mtp" / "golden.npz")
-    model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
+@pytest.mark.parametrize("folder", WITH_MTP)
+def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache(folder):
+    golden = np.load(HERE / folder / "golden.npz")
+    model, tokens = LLM(HERE / folder).model, jnp.asarray(golden["tokens"], jnp.int32)
     whole = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
     hidden = jax.jit(lambda tokens: model(tokens, whole)[0])(tokens[:, :-1])
     table, logits = paged.in_order(tokens.shape[0], 64), []

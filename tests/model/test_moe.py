@@ -133,6 +133,16 @@ def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
     np.testing.assert_allclose(y[~mask], layer.shared(x)[~mask], atol=1e-6)
 
 
+def test_experts_without_weights_give_back_what_they_get_and_are_no_load():
+    config = Config.from_hf({**SIZES, **EXPERTS, **ROUTING["v3"], "n_group": 1, "topk_group": 1, "zero_expert_num": 16})
+    layer, x = MoE(config, nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (1, 5, D))
+    layer.router.bias.set_value(jnp.where(jnp.arange(32) < 16, 0.0, 10.0))  # so that no others are chosen
+    y, load, pending = layer(x, jnp.ones((1, 5), bool), moe.ExpertPlan(moe.dense))
+    assert pending is None
+    assert load.tolist() == [0] * 16
+    np.testing.assert_allclose(y, layer.shared(x) + config.routed_scaling_factor * x, rtol=1e-5, atol=1e-6)
+
+
 # the routers
 
 ROUTING = {
@@ -168,6 +178,8 @@ ROUTING = {
         "routed_scaling_factor": 2.5,
     },
     "kimi k2": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+    "mistral 4": {"model_type": "mistral4", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    "v3 without a bias": {"model_type": "deepseek_v3", "topk_method": "none", "n_group": 4, "topk_group": 2},
 }
 SIZES = {
     "hidden_size": D,
@@ -194,9 +206,9 @@ def routed(c: Config, x: np.ndarray, gate: np.ndarray, bias: np.ndarray) -> list
     """{expert: weight} a token, from the papers' definitions, in float64."""
     found = []
     for logits in x.astype(np.float64) @ gate.astype(np.float64).T:
-        v3 = c.topk_method == "noaux_tc"
-        scores = 1 / (1 + np.exp(-logits)) if v3 else np.exp(logits) / np.exp(logits).sum()
-        choice = scores + bias if v3 else scores
+        v3 = c.topk_method in ("noaux_tc", "none")
+        scores = 1 / (1 + np.exp(-logits)) if c.scoring_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        choice = scores + bias if c.topk_method == "noaux_tc" else scores
         allowed = range(len(scores))
         if c.topk_method != "greedy":
             members = np.split(np.arange(len(scores)), c.n_group)

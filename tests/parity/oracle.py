@@ -1,11 +1,16 @@
 """The outputs of transformers for a folder: the other side of every comparison."""
 
+import itertools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from parity.pangu import PanguForCausalLM
+from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 transformers.logging.set_verbosity_error()
@@ -16,6 +21,11 @@ CLASSES = {
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "axk1": (transformers.AXK1Config, transformers.AXK1ForCausalLM),
+    "longcat_flash": (transformers.LongcatFlashConfig, transformers.LongcatFlashForCausalLM),
+    "minicpm3": (transformers.MiniCPM3Config, transformers.MiniCPM3ForCausalLM),
+    "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
+    "pangu_ultra_moe": (transformers.DeepseekV3Config, PanguForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }
 
@@ -23,9 +33,27 @@ CLASSES = {
 def load(folder: Path):
     """The folder as a transformers model in float32."""
     hf = json.loads((folder / "config.json").read_text())
+    if hf["model_type"] == "longcat_flash":
+        folder = _with_empty_experts(folder, hf)
     config_class, model_class = CLASSES[hf.pop("model_type")]
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return model_class.from_pretrained(folder, config=config_class(**hf), dtype=torch.float32, **plain).eval()
+
+
+def _with_empty_experts(folder: Path, hf: dict) -> Path:
+    """The folder with gates for the experts without weights, too, which the class has room for and never reads."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer, expert in itertools.product(range(hf["num_layers"]), range(hf["n_routed_experts"], _experts(hf))):
+        for part in ("gate_proj", "up_proj"):
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+            tensors[name] = torch.zeros_like(tensors[name.replace(f"experts.{expert}.", "experts.0.")])
+    padded = shutil.copytree(folder, Path(tempfile.mkdtemp()), dirs_exist_ok=True)
+    save_file(tensors, padded / "model.safetensors", metadata={"format": "pt"})
+    return padded
+
+
+def _experts(hf: dict) -> int:
+    return hf["n_routed_experts"] + hf["zero_expert_num"]
 
 
 @torch.no_grad()
