@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
+from mla_jax.base import indexers
 from mla_jax.base.config_checks import LARGEST_OF, faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
@@ -23,7 +24,6 @@ from mla_jax.base.families import (
     PRESETS,
     ROPE_NEUTRAL_VALUES,
     SAYING_NOTHING,
-    UNSUPPORTED_TYPES,
 )
 from mla_jax.base.files import read_json
 from mla_jax.base.quantization import Quantization, quantization_notes, read_quantization
@@ -84,6 +84,11 @@ class Config:
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
     num_nextn_predict_layers: int = 0  # MTP
+    index_topk: int | None = None  # tokens that a query attends to, chosen by a lightning indexer; None: all
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    indexer_types: tuple[str, ...] | None = None  # "full" or "shared" per layer; None: all are full
+    indexer_rope_interleave: bool | None = None  # as rope_interleave, of the indexer's queries and keys
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     quantization_config: Quantization | None = None
@@ -150,6 +155,14 @@ class Config:
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
 
+    def has_indexer(self, layer: int) -> bool:
+        """Whether `layer` chooses tokens by itself; the MTP layers after the last one do."""
+        if self.index_topk is None:
+            return False
+        kinds = self.indexer_types
+        return kinds is None or layer >= self.num_hidden_layers or kinds[layer] == indexers.FULL
+
+
 def _rope_to_hf(rope: dict) -> dict:
     """Both names of the type, and of the rest what differs from the default."""
     given = {k: v for k, v in rope.items() if v is not None and (k, v) != ("truncate", True)}
@@ -197,7 +210,7 @@ def _fields(hf: Mapping) -> dict:
     if values.get("mlp_layer_types") is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
     values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
-    values |= _rope(hf, values)
+    values |= _rope(hf, values) | _indexer(hf, values, model_type)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
     return {**values, "model_type": model_type, "notes": _notes(hf, model_type)}
 
@@ -229,10 +242,6 @@ def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
 
 
 def _refuse_other_arithmetic(hf: Mapping, model_type: str):
-    if model_type in UNSUPPORTED_TYPES:
-        raise Unsupported(
-            f"model_type {model_type} is known but not supported yet", UNSUPPORTED_TYPES[model_type]
-        )
     inner = hf.get("text_config")
     if (
         hf.get("kv_lora_rank") is None
@@ -249,13 +258,18 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
             f"config.json of model_type {printable(model_type)} has no kv_lora_rank",
             "models with latent attention have one",
         )
-    if other := [*_other_arithmetic(hf)]:
+    if other := [*_other_arithmetic(hf, model_type)]:
         raise Unsupported("config.json needs arithmetic that is not implemented", *shortened(other, 32))
 
 
-def _other_arithmetic(hf: Mapping) -> Iterator[str]:
+def _other_arithmetic(hf: Mapping, model_type: str) -> Iterator[str]:
     """The keys by which the model computes something that we do not, and their values."""
+    known, kinds = (
+        (indexers.KEYS, indexers.LAYER_TYPES) if _indexes(model_type) else ((), ("full_attention",))
+    )
     for key, value in hf.items():
+        if key in known:
+            continue
         neutral = SAYING_NOTHING if key.startswith(OTHER_PREFIXES) else NEUTRAL_VALUES.get(key)
         if neutral is not None and value not in neutral:
             yield f"{printable(key)} = {shown(value)} (we compute {neutral[0]!r})"
@@ -264,9 +278,25 @@ def _other_arithmetic(hf: Mapping) -> Iterator[str]:
         yield f"num_key_value_heads = {shown(kv_heads)} (we compute num_attention_heads = {shown(heads)})"
     layers = hf.get("layer_types")
     if layers is not None and (
-        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
+        not isinstance(layers, list) or any(kind not in kinds for kind in layers)
     ):
-        yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
+        yield f"layer_types = {shown(layers)} (we compute {kinds[0]} in every layer)"
+
+
+def _indexes(model_type: str) -> bool:
+    """Whether models of this family choose the tokens that they attend to."""
+    return "index_topk" in DEFAULTS.get(model_type, {})
+
+
+def _indexer(hf: Mapping, values: Mapping, model_type: str) -> dict:
+    """The layers that choose; elsewhere all of an indexer's keys say nothing."""
+    if not _indexes(model_type):
+        fields = {f.name: f.default for f in dataclasses.fields(Config)}
+        return {name: fields[name] for name in indexers.FIELDS}
+    layers = values.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= LARGEST_OF["num_hidden_layers"]:
+        return {"indexer_types": None}  # the layers are a fault of their own
+    return {"indexer_types": indexers.types_of_layers(hf, layers)}
 
 
 def _rope(hf: Mapping, values: Mapping) -> dict:

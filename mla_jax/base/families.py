@@ -32,6 +32,7 @@ _V3 = {
 }
 _UNGROUPED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _DENSE = {"n_routed_experts": None, "num_nextn_predict_layers": 0}
+_INDEXER = {"index_topk": 2048, "index_head_dim": 128}  # DeepSeek Sparse Attention
 
 DEFAULTS: dict[str, dict] = {
     "deepseek_v2": _V2,
@@ -56,6 +57,26 @@ DEFAULTS: dict[str, dict] = {
         "routed_scaling_factor": 1.8,
         "max_position_embeddings": 202752,
     },
+    "deepseek_v32": {
+        **_V3,
+        **_INDEXER,
+        "index_n_heads": 64,
+        "indexer_rope_interleave": False,
+        "max_position_embeddings": 163840,
+    },
+    "glm_moe_dsa": {
+        **_V3,
+        **_UNGROUPED,
+        **_INDEXER,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 202752,
+    },
     "youtu": {**_DENSE, "q_lora_rank": 1536, "tie_word_embeddings": True, "max_position_embeddings": 131072},
     "unknown": {**_V3, **_DENSE},  # experts only where the config names them
 }
@@ -65,11 +86,10 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
-
-_INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
-UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
 # Models that also see, whose language model is their text_config: the rest is not read.
 NESTED_TYPES = ("kimi_k25",)
@@ -96,7 +116,7 @@ NEUTRAL_VALUES: dict[str, tuple] = {
 }
 
 # All keys that begin so change the arithmetic: query scales that grow with the position, scales of the latents, indexers,
-# hyper-connections. A value that says nothing is accepted.
+# hyper-connections. A value that says nothing is accepted, and so are the keys of an indexer where the family has one.
 OTHER_PREFIXES = ("llama_4_scaling", "mla_scale_", "index_", "indexer_", "hc_")
 SAYING_NOTHING = (None, False, 0, [], {}, "")
 

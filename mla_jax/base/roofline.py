@@ -211,6 +211,36 @@ def block_slots(config: Config, platform: str, rows: int, new: int, itemsize: in
     return min(most, max(64, 1 << max(budget // each, 1).bit_length() - 1))
 
 
+class ChoiceSizes(NamedTuple):
+    """Of a step whose tokens choose those that they attend to."""
+
+    slots: int  # of each line that are scored at a time
+    choosing: int  # new tokens of each line that choose at a time
+    attending: int  # new tokens of each line that attend at a time
+
+
+def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize: int) -> ChoiceSizes:
+    """Powers of two, with which scores of an indexer, and what a form makes of the chosen tokens, stay below a bound."""
+    most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
+    heads, topk = config.index_n_heads or 0, config.index_topk or 0
+    slots = 1 << max(most, topk).bit_length() - 1
+    scored = slots * 4 * heads + (slots + topk) * INDEX_WORDS * 4
+    read = topk * chosen_bytes(config, form, itemsize)
+    choosing, attending = (1 << max(budget // (lines * each), 1).bit_length() - 1 for each in (scored, read))
+    return ChoiceSizes(slots, choosing, attending)
+
+
+INDEX_WORDS = 8  # of 4 bytes for each candidate while the best are selected: bits, places and their copies
+
+
+def chosen_bytes(config: Config, form: str, itemsize: int) -> int:
+    """Bytes for each pair of a new token and one that it has chosen: copied latents, scores, and heads where they are rebuilt."""
+    heads, latent = config.num_attention_heads, config.kv_lora_rank + config.qk_rope_head_dim
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    made = {"naive": heads * head, "compressed": 2 * heads * head, "absorbed": heads * latent, "move_elided": latent}
+    return 2 * 4 * heads + itemsize * (latent + made[form])
+
+
 def block_bytes(config: Config, rows: int, new: int, slots: int, itemsize: int) -> int:
     """Scores, their weights, and the rebuilt heads of a block of `slots` slots per row."""
     head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim

@@ -7,7 +7,7 @@ from shapes that are written a second time: the function that will run is traced
 import dataclasses
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,12 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope
+from mla_jax.model import fp8_latent, indexer, kernels, mixed_attention, mla, moe, page_selection, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.mixed_attention import MixedSelection
+from mla_jax.model.indexer import MaskChoice, TokenChoice
+from mla_jax.model.mixed_attention import MixedChoice, MixedSelection
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.ops import Shapes
@@ -40,6 +41,7 @@ OVER_HEADS = ("naive", "kernel_naive")  # the forms that cache heads
 FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name not in OVER_HEADS}
 FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 Selection = PageSelection | MixedSelection
+Choosing = TokenChoice | MaskChoice | MixedChoice
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
 ATTENTION_NAMES = ("auto", *mla.FORMS, "fused")
 
@@ -49,7 +51,8 @@ class AttentionPlan(NamedTuple):
 
     form: mla.Form
     prepare: Callable[[Any], Any]  # makes what the form needs of a batch
-    retrieving: Selection | None  # some of the pages, where that is asked for
+    retrieving: Selection | None = None  # some of the pages, where that is asked for
+    choosing: Choosing | None = None  # some of the tokens, where the model has indexers and more are cached
 
 
 class StepPlan(NamedTuple):
@@ -62,6 +65,7 @@ class StepPlan(NamedTuple):
     prepare: Callable[[Any], Any] | None = None  # makes the same for one layer's batch
     watch: Watch | None = None  # what is asked of each layer's attention
     retrieving: Selection | None = None  # some of the pages, where that is asked for
+    choosing: Choosing | None = None  # some of the tokens, where the model has indexers and more are cached
 
     def of_layer(self, batch: AnyBatch, number: Any) -> "StepPlan":
         """The plan for a layer that has dropped other tokens than the layers before."""
@@ -111,8 +115,9 @@ class Dispatch:
             self._expert_plan(model, *batch.positions.shape),
             rope.turns(batch.positions, model.config),
         )
-        form, prepare, retrieving = attention
-        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare, retrieving=retrieving)
+        form, prepare, retrieving, choosing = attention
+        edits = {"retrieving": retrieving, "choosing": choosing}
+        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare, **edits)
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
@@ -121,8 +126,10 @@ class Dispatch:
         def prepare(batch: Batch) -> Any:
             return form.prepare(batch, pool, self.seen(model.config), slots)
 
+        if choosing := self._choice(model, batch, pool, name, prepare):
+            return AttentionPlan(form, prepare, choosing=choosing)
         if pool is None or self.retrieval is None:
-            return AttentionPlan(form, prepare, None)
+            return AttentionPlan(form, prepare)
         retrieving = page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
         return AttentionPlan(form, prepare, retrieving)
 
@@ -136,10 +143,30 @@ class Dispatch:
         def prepare(batch: MixedBatch) -> Any:
             return mixed_attention.prepared(batch, line.prepare, decode.prepare)
 
-        form, retrieving = mixed_attention.mixed(line.form, decode.form), None
+        forms = line.form, decode.form
+        form, retrieving, choosing = mixed_attention.mixed(*forms), None, None
         if isinstance(line.retrieving, PageSelection) and isinstance(decode.retrieving, PageSelection):
-            retrieving = MixedSelection(line.retrieving, decode.retrieving, (line.form, decode.form))
-        return AttentionPlan(form, prepare, retrieving)
+            retrieving = MixedSelection(line.retrieving, decode.retrieving, forms)
+        if line.choosing or decode.choosing:
+            kinds = cast(tuple, (line.choosing, decode.choosing))
+            choosing = MixedChoice(*kinds, forms, batch.decode.mask.shape)
+        return AttentionPlan(form, prepare, retrieving, choosing)
+
+    def _choice(
+        self, model: "Transformer", batch: Batch, pool: Pool | None, name: str, prepare: Callable
+    ) -> TokenChoice | MaskChoice | None:
+        """How the tokens of a step choose; None where there are no more than each may attend to."""
+        config, (lines, new) = model.config, batch.mask.shape
+        if not self.chooses(config, new if pool is None else batch.width * paged.page_size(pool)):
+            return None
+        if pool is None:
+            return MaskChoice(config.index_topk or 0, prepare(batch))
+        sizes = (self.device.platform, name, lines, model.dtype.itemsize)
+        return indexer.of_step(batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes))
+
+    def chooses(self, config: Config, attended: int) -> bool:
+        """Whether an indexer chooses among so many tokens: up to a number of them all are attended to."""
+        return config.index_topk is not None and attended > config.index_topk
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""
@@ -189,6 +216,8 @@ class Dispatch:
     def forms(self, model: "Transformer", rows: int, new: int, attended: int) -> tuple[str, ...]:
         """The forms of which such a step takes the fastest."""
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
+        if self.chooses(model.config, attended):
+            return (self.attention if self.attention in mla.FORMS else self.form_of_scores,)
         if self.caches_heads and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
             return ("kernel_naive" if has_kernel else "naive",)

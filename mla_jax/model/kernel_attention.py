@@ -5,6 +5,7 @@ compressed attention with a kernel as its second half: many new tokens attend to
 the cached latents before them, block by block. `kernel_naive` is naive attention of one new token a row, as one kernel; where
 heads have dropped tokens of their own, each reads its own pages."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +79,8 @@ def rotate_and_append(
     q_pe, pool = kernels.rope_append(
         q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave
     )
-    return (q[..., : config.qk_nope_head_dim], q_pe), Layer(paged.stored(pool, layer.pool), layer.first)
+    q_nope, pool = q[..., : config.qk_nope_head_dim], paged.stored(pool, layer.pool)
+    return (q_nope, q_pe), dataclasses.replace(layer, pool=pool)
 
 
 def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array, "B T N H"]:

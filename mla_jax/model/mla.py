@@ -23,11 +23,12 @@ from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, StepCache
+from mla_jax.model.indexer import Choice, Indexer
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
 
 if TYPE_CHECKING:
-    from mla_jax.model.dispatch import Selection
+    from mla_jax.model.dispatch import Choosing, Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -122,8 +123,9 @@ FORMS = {
 class MLA(nnx.Module):
     """The attention layer: projections around a form, `x [B T D]` in and out."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, indexes: bool = False):
         self.config = config
+        self.indexer = Indexer(config, rngs) if indexes else None
         if config.q_lora_rank is None:
             self.q_proj = parameter(config, rngs, "heads*query", "model")
         else:
@@ -144,13 +146,17 @@ class MLA(nnx.Module):
         step: Any,
         turns: rope.Turns,
         retrieving: "Selection | None" = None,
-    ) -> tuple[Float[Array, "B T D"], Layer | None]:
+        choosing: "Choosing | None" = None,
+        chosen: Choice = None,
+    ) -> tuple[Float[Array, "B T D"], Layer | None, Choice]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
-        the cached pages alone."""
+        the cached pages alone. With `choosing` it attends to the tokens that the layer's indexer chooses, or to those `chosen` by
+        a layer below; these it returns, too."""
         up, scale = self.up, rope.softmax_scale(self.config)
-        q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
+        c_q = self.query_latent(x)
+        q, kv = self.queries(c_q), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
             new = {}
@@ -158,18 +164,22 @@ class MLA(nnx.Module):
             q = self.turned(q, turns)
             new = form.remembers(*self.keys(kv, turns), up, x)
             layer = None if layer is None else paged.append(layer, new, step.rows)
+        if self.indexer is not None:
+            layer, chosen = self.indexer(x, c_q, turns, layer, step, choosing)
+        attends = form.attends
         if layer is not None and retrieving is not None:
             layer = retrieving.noted(layer, q, up, form.reads)
             attends = functools.partial(retrieving.attended, form.attends)
-        else:
-            attends = form.attends
-        return self.projected(attends(q, StepCache(new, layer, step, form.reads), up, scale)), layer
+        if choosing is not None:
+            attends = functools.partial(choosing.attended, chosen, form.attends)
+        out = attends(q, StepCache(new, layer, step, form.reads), up, scale)
+        return self.projected(out), layer, chosen
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q = self.turned(self.queries(x), turns)
+        q = self.turned(self.queries(self.query_latent(x)), turns)
         held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
@@ -185,14 +195,16 @@ class MLA(nnx.Module):
     def up(self) -> Up:
         return self.uk[...], self.uv[...]
 
-    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Of the heads whose keys and values this device can make."""
+    def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
+        """The input of the queries' projection: their normed latent, or `x` itself where they have none."""
         if self.config.q_lora_rank is None:
-            q = linear(x, self.q_proj[...])
-        else:
-            latent = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS)
-            q = linear(latent, self.q_b_proj[...])
-        q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
+            return x
+        return rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS)
+
+    def queries(self, c_q: Float[Array, "B T _"]) -> Float[Array, "B T N H"]:
+        """Of the heads whose keys and values this device can make."""
+        q = linear(c_q, (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)[...])
+        q = q.reshape(*c_q.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)
 
     def turned(self, q: Float[Array, "B T N H"], turns: rope.Turns) -> Queries:
