@@ -154,13 +154,12 @@ class Config:
             return self.mlp_layer_types[layer] == "sparse"
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
-
     def has_indexer(self, layer: int) -> bool:
         """Whether `layer` chooses tokens by itself; the MTP layers after the last one do."""
         if self.index_topk is None:
             return False
         kinds = self.indexer_types
-        return kinds is None or layer >= self.num_hidden_layers or kinds[layer] == indexers.FULL
+        return kinds is None or layer >= self.num_hidden_layers or kinds[layer] == indexers.OWN_CHOICE
 
 
 def _rope_to_hf(rope: dict) -> dict:
@@ -265,7 +264,9 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
 def _other_arithmetic(hf: Mapping, model_type: str) -> Iterator[str]:
     """The keys by which the model computes something that we do not, and their values."""
     known, kinds = (
-        (indexers.KEYS, indexers.LAYER_TYPES) if _indexes(model_type) else ((), ("full_attention",))
+        (indexers.INDEXER_KEYS, indexers.INDEXED_LAYERS)
+        if _indexes(model_type)
+        else ((), ("full_attention",))
     )
     for key, value in hf.items():
         if key in known:
@@ -277,9 +278,7 @@ def _other_arithmetic(hf: Mapping, model_type: str) -> Iterator[str]:
     if kv_heads is not None and kv_heads != heads:
         yield f"num_key_value_heads = {shown(kv_heads)} (we compute num_attention_heads = {shown(heads)})"
     layers = hf.get("layer_types")
-    if layers is not None and (
-        not isinstance(layers, list) or any(kind not in kinds for kind in layers)
-    ):
+    if layers is not None and (not isinstance(layers, list) or any(kind not in kinds for kind in layers)):
         yield f"layer_types = {shown(layers)} (we compute {kinds[0]} in every layer)"
 
 
@@ -292,7 +291,7 @@ def _indexer(hf: Mapping, values: Mapping, model_type: str) -> dict:
     """The layers that choose; elsewhere all of an indexer's keys say nothing."""
     if not _indexes(model_type):
         fields = {f.name: f.default for f in dataclasses.fields(Config)}
-        return {name: fields[name] for name in indexers.FIELDS}
+        return {name: fields[name] for name in indexers.INDEXER_FIELDS}
     layers = values.get("num_hidden_layers")
     if type(layers) is not int or not 0 < layers <= LARGEST_OF["num_hidden_layers"]:
         return {"indexer_types": None}  # the layers are a fault of their own

@@ -186,4 +186,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, indexers.faults)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, indexers.indexer_faults)

@@ -10,15 +10,15 @@ from mla_jax.base.errors import BadConfig, printable, shown
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
 
-FULL, SHARED = "full", "shared"
-_WORDS = {"F": FULL, "S": SHARED}  # the letters of index_topk_pattern
-FIELDS = ("index_topk", "index_n_heads", "index_head_dim", "indexer_types", "indexer_rope_interleave")
-SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")  # from which indexer_types follow
-# Only drafts depend on it, and these are verified
-IGNORED = ("index_share_for_mtp_iteration",)
-KEYS = frozenset({*FIELDS, *SCHEDULE, *IGNORED})
-# What `layer_types` call such a layer; the second is the older name
-LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+OWN_CHOICE, TAKEN_CHOICE = "full", "shared"
+_WORDS = {"F": OWN_CHOICE, "S": TAKEN_CHOICE}  # the letters of index_topk_pattern
+INDEXER_FIELDS = ("index_topk", "index_n_heads", "index_head_dim", "indexer_types", "indexer_rope_interleave")
+# From these indexer_types follow, where they are not given
+_SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+# The last one is about drafts alone, and these are verified
+INDEXER_KEYS = frozenset({*INDEXER_FIELDS, *_SCHEDULE, "index_share_for_mtp_iteration"})
+# The words for such layers in `layer_types`; the second is the older one
+INDEXED_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def types_of_layers(hf: Mapping[str, Any], layers: Any) -> tuple[Any, ...] | None:
@@ -43,11 +43,11 @@ def _by_frequency(hf: Mapping[str, Any], frequency: Any, layers: int) -> tuple[s
     if frequency <= 1:
         return None
     return tuple(
-        FULL if max(layer - offset + 1, 0) % frequency == 0 else SHARED for layer in range(layers)
+        OWN_CHOICE if max(layer - offset + 1, 0) % frequency == 0 else TAKEN_CHOICE for layer in range(layers)
     )
 
 
-def faults(c: "Config") -> list[str]:
+def indexer_faults(c: "Config") -> list[str]:
     """Of a config whose sizes are right."""
     if c.index_topk is None:
         return []
@@ -67,8 +67,8 @@ def _faults_of_types(c: "Config") -> list[str]:
     found, entries = [], len(c.indexer_types)
     if entries != c.num_hidden_layers:
         found.append(f"indexer_types has {entries} entries for {shown(c.num_hidden_layers)} layers")
-    if other := sorted({*c.indexer_types} - {FULL, SHARED}):
+    if other := sorted({*c.indexer_types} - {OWN_CHOICE, TAKEN_CHOICE}):
         found.append(f"indexer_types holds {printable(other[0])}, expected full or shared")
-    if c.indexer_types[:1] == (SHARED,):
+    if c.indexer_types[:1] == (TAKEN_CHOICE,):
         found.append("indexer_types begins with shared, but below the first layer there is no choice")
     return found

@@ -237,7 +237,12 @@ def chosen_bytes(config: Config, form: str, itemsize: int) -> int:
     """Bytes for each pair of a new token and one that it has chosen: copied latents, scores, and heads where they are rebuilt."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank + config.qk_rope_head_dim
     head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    made = {"naive": heads * head, "compressed": 2 * heads * head, "absorbed": heads * latent, "move_elided": latent}
+    made = {
+        "naive": heads * head,
+        "compressed": 2 * heads * head,
+        "absorbed": heads * latent,
+        "move_elided": latent,
+    }
     return 2 * 4 * heads + itemsize * (latent + made[form])
 
 

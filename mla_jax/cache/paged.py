@@ -304,13 +304,17 @@ def read(
 def read_slots(
     layer: Layer, slots: Int[Array, "B K"], counts: Int[Array, " B"]
 ) -> dict[str, Shaped[Array, "B K ..."]]:
-    """What attention reads of single tokens, in slots that count from the layer's first page; zeros behind the first `counts`."""
+    """The arrays that attention reads, of single tokens; zeros behind the first `counts` of a row.
+
+    Slots count from the layer's first page."""
     page, place = jnp.divmod(slots, layer.size)
     held = jnp.arange(slots.shape[1]) < counts[:, None]
 
     def gathered(array: Array) -> Array:
         found = _numbers(array.at[page + layer.first, place].get(mode="clip"))
-        return jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype))
+        return jnp.where(
+            held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype)
+        )
 
     return {name: gathered(array) for name, array in layer.pool.items() if name not in ASIDE}
 

@@ -93,6 +93,9 @@ class ChosenTokens(NamedTuple):
         return _finish(*_scored(of_block, cached, seen[:, None, None])[1:])
 
 
+Held = StepCache | ChosenTokens  # what a form attends to
+
+
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:
     """For the forms that XLA computes: blocks of about `block` slots; without a cache, the mask of the attended tokens."""
     if pool is None:

@@ -25,8 +25,8 @@ from mla_jax.mesh.partition import ONE, Layout, of_device
 from mla_jax.model import fp8_latent, indexer, kernels, mixed_attention, mla, moe, page_selection, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
-from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.indexer import MaskChoice, TokenChoice
+from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.mixed_attention import MixedChoice, MixedSelection
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
@@ -162,7 +162,7 @@ class Dispatch:
         if pool is None:
             return MaskChoice(config.index_topk or 0, prepare(batch))
         sizes = (self.device.platform, name, lines, model.dtype.itemsize)
-        return indexer.of_step(batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes))
+        return indexer.choice_of_step(batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes))
 
     def chooses(self, config: Config, attended: int) -> bool:
         """Whether an indexer chooses among so many tokens: up to a number of them all are attended to."""

@@ -19,6 +19,7 @@ from mla_jax.base import radix, roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
+from mla_jax.cache.evict import LEAST
 from mla_jax.cache.paged import INDEX_K, Layer, Pool, StepRows, View
 from mla_jax.model import rope
 from mla_jax.model.block_attention import ChosenTokens, StepCache
@@ -26,8 +27,7 @@ from mla_jax.model.kernels import linear
 from mla_jax.model.ops import norm_weight, parameter
 
 NORM_EPS = 1e-6  # of k_norm, in every family
-NOTHING = jnp.uint32(0xFFFFFFFF)  # bits of no score at all, behind those of every score
-LEAST = jnp.finfo(jnp.float32).min  # the score of a token whose own is not finite
+UNSEEN = jnp.uint32(0xFFFFFFFF)  # bits of no score at all, behind those of every score
 
 
 class IndexQueries(NamedTuple):
@@ -56,7 +56,7 @@ class Indexer(nnx.Module):
         layer: Layer | None,
         step: Any,
         choosing: Any,
-    ) -> tuple[Layer | None, "Choice"]:
+    ) -> tuple[Layer | None, "Picks"]:
         """The layer with the keys of the new tokens, and what these choose; None where they attend to everything.
 
         `x` is the layer's input, `c_q` the normed latent of the attention's queries, `turns` are the angles of the tokens."""
@@ -71,7 +71,7 @@ class Indexer(nnx.Module):
             return layer, choosing.chosen(queries, keys, layer)
 
     def keys(self, x: Float[Array, "B T D"], turns: rope.Turns) -> Float[Array, "B T I"]:
-        """What is cached of tokens."""
+        """The keys that are cached of tokens."""
         k = linear(x, self.wk[...])
         return self._turned(layer_norm(k, self.k_norm[...], self.k_norm_bias[...]), turns)
 
@@ -103,7 +103,7 @@ def layer_norm(
     return (y * weight + bias).astype(x.dtype)
 
 
-def scores(queries: IndexQueries, keys: Float[Array, "B S I"]) -> Float[Array, "B T S"]:
+def index_scores(queries: IndexQueries, keys: Float[Array, "B S I"]) -> Float[Array, "B T S"]:
     """In float32, for near-ties would choose differently in less."""
     products = jnp.einsum("btji,bsi->btjs", queries.q, keys, preferred_element_type=jnp.float32)
     # Not as a matrix product, which a GPU rounds
@@ -111,19 +111,19 @@ def scores(queries: IndexQueries, keys: Float[Array, "B S I"]) -> Float[Array, "
 
 
 def _bits(scores: Float[Array, "B T S"], visible: Bool[Array, "B T S"]) -> UInt32[Array, "B T S"]:
-    """Smaller for higher scores; NOTHING for tokens that a query does not see."""
+    """Smaller for higher scores; UNSEEN for tokens that a query does not see."""
     comparable = jnp.where(jnp.isfinite(scores), scores, LEAST)
-    return jnp.where(visible, radix.descending(comparable), NOTHING)
+    return jnp.where(visible, radix.descending(comparable), UNSEEN)
 
 
 def _first(bits: UInt32[Array, "B T S"], count: int) -> Bool[Array, "B T S"]:
     """Up to `count` tokens with the highest scores, of those that are visible; of equal scores the first."""
     rows = bits.reshape(-1, bits.shape[-1])
-    there = (rows != NOTHING).sum(1, dtype=jnp.int32)
-    return (radix.first(rows, jnp.minimum(there, count)) & (rows != NOTHING)).reshape(bits.shape)
+    there = (rows != UNSEEN).sum(1, dtype=jnp.int32)
+    return (radix.first(rows, jnp.minimum(there, count)) & (rows != UNSEEN)).reshape(bits.shape)
 
 
-class Chosen(NamedTuple):
+class ChosenSlots(NamedTuple):
     """The tokens that each new one attends to: the first `counts` of its slots, in the order of its row."""
 
     slots: Int[Array, "B T K"]  # counted from a layer's first page
@@ -131,7 +131,7 @@ class Chosen(NamedTuple):
 
 
 Attends = Callable[..., Array]  # as of a Form
-Choice = Any  # of a layer: what the `chosen` of a step's choosing returns
+Picks = Any  # of a layer: what `chosen` returns, which later layers may take
 
 
 class TokenChoice(NamedTuple):
@@ -146,7 +146,7 @@ class TokenChoice(NamedTuple):
     start: Int[Array, "B T"]  # slot of the line where a token's row begins
     stop: Int[Array, "B T"]  # slot behind the last one that it sees
 
-    def chosen(self, queries: IndexQueries, keys: Float[Array, "B T I"], layer: Layer) -> Chosen:
+    def chosen(self, queries: IndexQueries, keys: Float[Array, "B T I"], layer: Layer) -> ChosenSlots:
         """The choice of a layer, where the keys of the new tokens are cached already."""
         indexed = layer.of_index
         slots = self.block * self.size
@@ -162,21 +162,29 @@ class TokenChoice(NamedTuple):
             def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
                 cached, of_layer, place = candidates(i)
                 visible = (place >= start[..., None]) & (place < stop[..., None])
-                bits = _bits(scores(IndexQueries(q, weights), cached), visible)
+                bits = _bits(index_scores(IndexQueries(q, weights), cached), visible)
                 here = jnp.broadcast_to(of_layer[:, None], bits.shape)
                 return _kept(
-                    jnp.concatenate([found[0], bits], axis=-1), jnp.concatenate([found[1], here], axis=-1), self.count
+                    jnp.concatenate([found[0], bits], axis=-1),
+                    jnp.concatenate([found[1], here], axis=-1),
+                    self.count,
                 )
 
             shape = (*start.shape, self.count)
-            nothing = jnp.full(shape, NOTHING), jnp.zeros(shape, jnp.int32)
+            nothing = jnp.full(shape, UNSEEN), jnp.zeros(shape, jnp.int32)
             bits, best = jax.lax.fori_loop(0, -(-self.pages.used // self.block), add, nothing)
-            return best, (bits != NOTHING).sum(-1, dtype=jnp.int32)
+            return best, (bits != UNSEEN).sum(-1, dtype=jnp.int32)
 
-        return Chosen(*by_tokens(of_queries, self.queries, *queries, self.start, self.stop))
+        return ChosenSlots(*by_tokens(of_queries, self.queries, *queries, self.start, self.stop))
 
     def attended(
-        self, chosen: Chosen, attends: Attends, q: tuple[Array, Array], held: StepCache, up: Any, scale: float
+        self,
+        chosen: ChosenSlots,
+        attends: Attends,
+        q: tuple[Array, Array],
+        held: StepCache,
+        up: Any,
+        scale: float,
     ) -> Float[Array, "B T N V"]:
         """A form's attention to the chosen tokens: each new token is a row of its own."""
         layer = held.layer
@@ -193,7 +201,7 @@ class TokenChoice(NamedTuple):
         return by_tokens(of_tokens, self.attending, *q, *chosen)
 
 
-def of_step(batch: Batch, pool: Pool, config: Config, sizes: roofline.ChoiceSizes) -> TokenChoice:
+def choice_of_step(batch: Batch, pool: Pool, config: Config, sizes: roofline.ChoiceSizes) -> TokenChoice:
     """The plan of a step whose tokens choose among what is cached."""
     assert config.index_topk is not None
     size = paged.page_size(pool)
@@ -207,14 +215,14 @@ def of_step(batch: Batch, pool: Pool, config: Config, sizes: roofline.ChoiceSize
 
 
 def _kept(bits: UInt32[Array, "B T S"], slots: Int[Array, "B T S"], count: int) -> tuple[Array, Array]:
-    """The best `count` of candidates that are in the order of their row, in that order; NOTHING comes behind them."""
+    """The best `count` of candidates that are in the order of their row, in that order; UNSEEN comes behind them."""
     taken = _first(bits, count)
     place = jnp.where(taken, jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - 1, count)
     line, token = jnp.ogrid[: bits.shape[0], : bits.shape[1]]
     at = line[..., None], token[..., None], place
     shape = (*bits.shape[:2], count)
     return (
-        jnp.full(shape, NOTHING).at[at].set(bits, mode="drop"),
+        jnp.full(shape, UNSEEN).at[at].set(bits, mode="drop"),
         jnp.zeros(shape, jnp.int32).at[at].set(slots, mode="drop"),
     )
 
@@ -246,7 +254,7 @@ class MaskChoice(NamedTuple):
         self, queries: IndexQueries, keys: Float[Array, "B T I"], layer: None
     ) -> Bool[Array, "B T 1 S"]:
         """As TokenChoice has it."""
-        bits = _bits(scores(queries, keys), self.mask[:, :, 0])
+        bits = _bits(index_scores(queries, keys), self.mask[:, :, 0])
         return _first(bits, self.count)[:, :, None]
 
     def attended(

@@ -12,11 +12,9 @@ from jaxtyping import Array, Float
 from mla_jax.base.batch import MixedBatch
 from mla_jax.cache.paged import Layer, StepRows
 from mla_jax.model.block_attention import StepCache
-from mla_jax.model.indexer import IndexQueries, TokenChoice
+from mla_jax.model.indexer import Attends, IndexQueries, TokenChoice
 from mla_jax.model.mla import Form, Queries, Up
 from mla_jax.model.page_selection import PageSelection
-
-Attends = Callable[..., Array]  # as of a Form
 
 
 class MixedStep(NamedTuple):

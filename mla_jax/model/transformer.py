@@ -19,7 +19,7 @@ from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.indexer import Choice
+from mla_jax.model.indexer import Picks
 from mla_jax.model.kernels import linear
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
@@ -45,10 +45,11 @@ class Block(nnx.Module):
         batch: AnyBatch,
         layer: Layer | None,
         plan: StepPlan,
-        chosen: Choice = None,
+        chosen: Picks = None,
     ):
-        """Returns `((x, pending, chosen), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers. With
-        `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
+        """Returns `((x, pending, chosen), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers.
+
+        With `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
             if plan.watch is None:
@@ -82,7 +83,7 @@ def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
         weights: Any,
         x: Array,
         pending: Any,
-        chosen: Choice,
+        chosen: Picks,
         layer: Layer | None,
         number: Array,
     ):
@@ -139,7 +140,9 @@ class Transformer(nnx.Module):
             with jax.named_scope(f"layer_{i}"):
                 mine = self.layer_of(pool, i), jnp.int32(i)
                 below = None if block.attn.indexer is not None else chosen
-                (x, pending, chosen), layer, found = apply(graph, reads_all, weights, x, pending, below, *mine)
+                (x, pending, chosen), layer, found = apply(
+                    graph, reads_all, weights, x, pending, below, *mine
+                )
             pool = None if layer is None else layer.pool
             for name, value in found.items():
                 aux.setdefault(name, []).append(value)
