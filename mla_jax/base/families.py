@@ -207,6 +207,14 @@ PRESETS: dict[str, dict] = {
         "routed_scaling_factor": 16.0,
         **_yarn(40, 0.707),
     },
+    "v3_2": {
+        "model_type": "deepseek_v32",
+        **_sizes(7168, 18432, 61, 128, 129280),
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "quantization_config": _FP8,
+        **_yarn(40, 1.0),
+    },
     "v3": {
         "model_type": "deepseek_v3",
         **_sizes(7168, 18432, 61, 128, 129280),
@@ -230,6 +238,15 @@ PRESETS: dict[str, dict] = {
         "model_type": "glm4_moe_lite",
         **_sizes(2048, 10240, 47, 20, 154880),
         "rope_theta": 1e6,
+        "eos_token_id": [154820, 154827, 154829],
+    },
+    "glm_5_2": {
+        "model_type": "glm_moe_dsa",
+        **_sizes(6144, 12288, 78, 64, 154880),
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "max_position_embeddings": 1 << 20,
+        "rope_theta": 8e6,
         "eos_token_id": [154820, 154827, 154829],
     },
 }

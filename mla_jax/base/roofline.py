@@ -78,11 +78,34 @@ def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
     return itemsize * (config.kv_lora_rank + rope)
 
 
+def chooses(config: Config, attended: int) -> bool:
+    """Whether indexers choose among so many tokens: up to a number of them all are attended to."""
+    return config.index_topk is not None and attended > config.index_topk
+
+
+def read_tokens(config: Config, rows: int, new: int, attended: int) -> int:
+    """Cached tokens that a layer's attention reads: those of each row, or of each new token those that it has chosen."""
+    return rows * new * (config.index_topk or 0) if chooses(config, attended) else rows * attended
+
+
+def choice_cost(config: Config, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+    """FLOPs and bytes of one indexer without its projections, nothing where it does not choose.
+
+    Keys are read once, and the products of all its heads are written and read in float32."""
+    if not chooses(config, attended):
+        return Cost(0.0, 0.0)
+    heads, width = config.index_n_heads or 0, config.index_head_dim or 0
+    products = rows * new * attended * heads
+    return Cost(2 * products * width, itemsize * rows * attended * width + 2 * 4 * products)
+
+
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
     The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`, `kernel_naive`
-    as `naive`."""
+    as `naive`. Where tokens are chosen, each new token reads its own."""
+    if chooses(config, attended):
+        rows, new, attended = rows * new, 1, config.index_topk or 0
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
@@ -222,15 +245,22 @@ class ChoiceSizes(NamedTuple):
 def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize: int) -> ChoiceSizes:
     """Powers of two, with which scores of an indexer, and what a form makes of the chosen tokens, stay below a bound."""
     most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
-    heads, topk = config.index_n_heads or 0, config.index_topk or 0
+    topk = config.index_topk or 0
     slots = 1 << max(most, topk).bit_length() - 1
-    scored = slots * 4 * heads + (slots + topk) * INDEX_WORDS * 4
+    scored = scored_bytes(config, slots)
     read = topk * chosen_bytes(config, form, itemsize)
     choosing, attending = (1 << max(budget // (lines * each), 1).bit_length() - 1 for each in (scored, read))
     return ChoiceSizes(slots, choosing, attending)
 
 
-INDEX_WORDS = 8  # of 4 bytes for each candidate while the best are selected: bits, places and their copies
+# Of 4 bytes, for each candidate while the best are selected: bits, slots, places and their copies
+SELECTING = 8
+
+
+def scored_bytes(config: Config, slots: int) -> int:
+    """Bytes for each new token that chooses among `slots` tokens and those that are best so far."""
+    heads, topk = config.index_n_heads or 0, config.index_topk or 0
+    return 4 * (slots * heads + (slots + topk) * SELECTING)
 
 
 def chosen_bytes(config: Config, form: str, itemsize: int) -> int:

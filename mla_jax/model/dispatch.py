@@ -157,16 +157,12 @@ class Dispatch:
     ) -> TokenChoice | MaskChoice | None:
         """How the tokens of a step choose; None where there are no more than each may attend to."""
         config, (lines, new) = model.config, batch.mask.shape
-        if not self.chooses(config, new if pool is None else batch.width * paged.page_size(pool)):
+        if not roofline.chooses(config, new if pool is None else batch.width * paged.page_size(pool)):
             return None
         if pool is None:
             return MaskChoice(config.index_topk or 0, prepare(batch))
         sizes = (self.device.platform, name, lines, model.dtype.itemsize)
         return indexer.choice_of_step(batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes))
-
-    def chooses(self, config: Config, attended: int) -> bool:
-        """Whether an indexer chooses among so many tokens: up to a number of them all are attended to."""
-        return config.index_topk is not None and attended > config.index_topk
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""
@@ -216,7 +212,7 @@ class Dispatch:
     def forms(self, model: "Transformer", rows: int, new: int, attended: int) -> tuple[str, ...]:
         """The forms of which such a step takes the fastest."""
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
-        if self.chooses(model.config, attended):
+        if roofline.chooses(model.config, attended):
             return (self.attention if self.attention in mla.FORMS else self.form_of_scores,)
         if self.caches_heads and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
