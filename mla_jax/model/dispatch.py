@@ -22,16 +22,16 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, indexer, kernels, mixed_attention, mla, moe, page_selection, rope
+from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope, token_choice
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
-from mla_jax.model.indexer import MaskChoice, TokenChoice
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.mixed_attention import MixedChoice, MixedSelection
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.ops import Shapes
 from mla_jax.model.page_selection import PageSelection
+from mla_jax.model.token_choice import MaskChoice, TokenChoice
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -162,7 +162,9 @@ class Dispatch:
         if pool is None:
             return MaskChoice(config.index_topk or 0, prepare(batch))
         sizes = (self.device.platform, name, lines, model.dtype.itemsize)
-        return indexer.choice_of_step(batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes))
+        return token_choice.choice_of_step(
+            batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes)
+        )
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""

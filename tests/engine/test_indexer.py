@@ -12,7 +12,7 @@ from serving import answer, drafting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.axes import parse_mesh
-from mla_jax.cache.paged import INDEX_K, PAGE
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
 from mla_jax.engine.core.engine import Engine
@@ -100,7 +100,6 @@ def test_a_mesh_gives_the_tokens_of_one_device(family, mesh):
     model = sharded.spread(model_of(family), Devices.of(parse_mesh(mesh)))
     engine = Engine(Programs(model), SIZE)
     assert answer(engine, *requests(family)) == expected(family)
-    assert engine.pool[INDEX_K].shape[0] % engine.pool["c_kv"].shape[0] or family == "v32"
 
 
 @pytest.mark.deep
