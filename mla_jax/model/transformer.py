@@ -160,8 +160,9 @@ class Transformer(nnx.Module):
         return Layer(pool, first, jnp.int32(self.indexed.index(index) * pages))
 
     def pages_of_layer(self, pool: Pool) -> int:
-        """Pages of each layer in a pool."""
-        return next(iter(pool.values())).shape[0] // self.cached_layers
+        """Pages of each layer in a pool; not all layers have those of an indexer."""
+        every = next(array for name, array in pool.items() if name not in paged.ASIDE)
+        return every.shape[0] // self.cached_layers
 
     @property
     def indexed(self) -> list[int]:

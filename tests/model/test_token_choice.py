@@ -74,7 +74,8 @@ def test_the_choice_is_that_of_the_definition(line, sizes):
     layer = Layer(pool, jnp.int32(0), jnp.int32(pool[INDEX_K].shape[0] // 2))
     queries = IndexQueries(padded(Q, line), padded(WEIGHTS, line))
     slots, how_many = jax.jit(lambda q, layer: plan.chosen(q, q.q[:, :, 0], layer))(queries, layer)
-    place = {(int(page) * SIZE + z): (row, at * SIZE + z) for row in range(3) for at, page in enumerate(table[row]) for z in range(4)}
+    page_of = {int(page): (row, at * SIZE) for row in range(3) for at, page in enumerate(table[row])}
+    place = {page * SIZE + z: (row, first + z) for page, (row, first) in page_of.items() for z in range(SIZE)}
     for row in range(3):
         for i, wanted in enumerate(defined(row)):
             at = (0, sum(NEW[:row]) + i) if line else (row, i)
