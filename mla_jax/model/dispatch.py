@@ -259,7 +259,9 @@ class Dispatch:
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def reach(self, model: "Transformer") -> int:
-        """Tokens, held and new, of prompts that share a line."""
+        """Tokens, held and new, of prompts that share a line. An indexer scores all of a line's tokens with all of these."""
+        if model.config.index_topk is not None:
+            return roofline.REACH
         chunk = self.chunk(model)
         name = self.form_name(model, 1, chunk, chunk)
         has_kernel = name == "kernel_heads" and self.attention_kernel(model, name, 1, chunk, chunk) != "xla"
