@@ -156,7 +156,7 @@ class MLA(nnx.Module):
         a layer below; these it returns, too."""
         up, scale = self.up, rope.softmax_scale(self.config)
         c_q = self.query_latent(x)
-        q, kv = self.queries(c_q), linear(x, self.kv_a_proj[...])
+        q, kv = self.query_heads(c_q), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
             new = {}
@@ -179,7 +179,7 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q = self.turned(self.queries(self.query_latent(x)), turns)
+        q = self.turned(self.queries(x), turns)
         held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
@@ -195,14 +195,18 @@ class MLA(nnx.Module):
     def up(self) -> Up:
         return self.uk[...], self.uv[...]
 
+    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        """Of the heads whose keys and values this device can make."""
+        return self.query_heads(self.query_latent(x))
+
     def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
         """The input of the queries' projection: their normed latent, or `x` itself where they have none."""
         if self.config.q_lora_rank is None:
             return x
         return rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS)
 
-    def queries(self, c_q: Float[Array, "B T _"]) -> Float[Array, "B T N H"]:
-        """Of the heads whose keys and values this device can make."""
+    def query_heads(self, c_q: Float[Array, "B T _"]) -> Float[Array, "B T N H"]:
+        """The queries of a latent."""
         q = linear(c_q, (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)[...])
         q = q.reshape(*c_q.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)

@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
 import serving
@@ -110,8 +111,20 @@ def test_every_form_gives_the_tokens_of_transformers(attention):
 
 
 @pytest.mark.deep
-def test_latents_in_fp8_leave_the_choice_as_it_is(tmp_path):
-    """The same tokens alone and in a batch, where what is cached is rounded."""
+def test_latents_in_fp8_are_chosen_among_alike(tmp_path):
+    """In two forms, alone and in a batch; keys of the indexers are not rounded."""
+    hf = {**models.FAMILIES["glm_5"], "kv_lora_rank": 128}
+    folder, asked = models.write(tmp_path, hf, models.tensors(hf)), requests("glm_5")
+    found = []
+    for attention in ("move_elided", "compressed"):
+        model = load(folder, dispatch=Dispatch(attention, kv_cache="fp8"))
+        assert {name: array.dtype.name for name, array in model.new_pool(1).items()} == {
+            "c_kv": "uint8", "c_kv_scale": "float32", "index_k": "float32", "k_pe": "float32"
+        }  # fmt: skip
+        programs = Programs(model)
+        found.append(answer(Engine(programs, SIZE), *asked))
+        assert [answer(Engine(programs, SIZE), one)[0] for one in asked] == found[-1]
+    assert found[0] == found[1]
 
 
 @pytest.mark.deep
@@ -130,4 +143,4 @@ def test_pages_that_come_back_from_the_host_bring_their_keys():
     for _ in range(2):
         for one, ids in zip(asked, greedy, strict=True):
             assert llm.generate([one.prompt], params)[0].token_ids == ids
-    assert llm.stats.bytes_in > 0
+    assert llm.stats().bytes_in > 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+import retrieved
 from flax import nnx
 
 from mla_jax.base import roofline
@@ -16,6 +17,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.roofline import ChoiceSizes
 from mla_jax.cache import paged
 from mla_jax.cache.paged import INDEX_K, Layer
+from mla_jax.model import rope
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.indexer import IndexQueries
 from mla_jax.model.token_choice import MaskChoice, choice_of_step
@@ -215,3 +217,81 @@ def test_a_step_over_more_tokens_takes_a_form_that_chooses():
     model = load(GOLDEN / "glm_5", dispatch=Dispatch(attention="fused"))
     assert model.dispatch.form_name(model, 1, 1, 24) == "kernel_latents"
     assert model.dispatch.form_name(model, 1, 1, 25) == "move_elided"
+
+
+# long texts
+
+
+def numpy_hidden(model, tokens: list[int]) -> np.ndarray:
+    """`[S D]` before the last norm, by the definition: each token sees those that its layer, or one below, has chosen for it."""
+    x, scale, mask = model.embedded(jnp.asarray([tokens], jnp.int32)), rope.softmax_scale(model.config), None
+    for block in model.layers:
+        attn, h = block.attn, retrieved.normed(x, block.attn_norm[...], block.eps)
+        q, kv = retrieved.attention_of(attn, h)
+        if attn.indexer is not None:
+            mask = numpy_mask(attn, np.asarray(h[0], np.float64))
+        values = np.empty((len(tokens), q.shape[1], model.config.v_head_dim))
+        for part in np.array_split(np.arange(len(tokens)), 16):
+            logits = np.where(mask[part], np.einsum("tnl,sl->nts", q[part], kv, optimize=True) * scale, -np.inf)
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            latents = np.einsum("nts,sr->tnr", weights, kv[:, : model.config.kv_lora_rank], optimize=True)
+            values[part] = np.einsum("tnr,nvr->tnv", latents, np.asarray(attn.uv[...], np.float64))
+        out = values.reshape(len(tokens), -1) @ np.asarray(attn.o_proj[...], np.float64).T
+        x = x + jnp.asarray(out, jnp.float32)[None]
+        x = x + retrieved.fed_forward(*nnx.split(block.mlp), retrieved.normed(x, block.mlp_norm[...], block.eps))
+    return np.asarray(x[0])
+
+
+def numpy_mask(attn, h: np.ndarray) -> np.ndarray:
+    """The tokens that each one attends to `[T S]`, from the layer's input, in float64."""
+    c, indexer = attn.config, attn.indexer
+    weight = {name: np.asarray(value.get_value(), np.float64) for (name,), value in nnx.to_flat_state(nnx.state(indexer))}
+    count, width, angle = len(h), c.qk_rope_head_dim, np.outer(np.arange(len(h)), rope.inverse_frequencies(c).astype(np.float64))
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        first, rest = x[..., :width], x[..., width:]
+        pairs = (
+            (slice(0, None, 2), slice(1, None, 2)) if c.indexer_rope_interleave else (slice(width // 2), slice(width // 2, None))
+        )
+        a, b = (first[..., pair] for pair in pairs)
+        cos, sin = (f(angle).reshape(count, *[1] * (x.ndim - 2), -1) for f in (np.cos, np.sin))
+        found = np.empty_like(first)
+        found[..., pairs[0]], found[..., pairs[1]] = a * cos - b * sin, a * sin + b * cos
+        return np.concatenate([found, rest], -1)
+
+    c_q = h @ np.asarray(attn.q_a_proj[...], np.float64).T
+    c_q *= np.asarray(attn.q_a_norm[...], np.float64) / np.sqrt((c_q**2).mean(-1, keepdims=True) + 1e-6)
+    q = turned((c_q @ weight["wq_b"].T).reshape(count, c.index_n_heads, c.index_head_dim))
+    k = h @ weight["wk"].T
+    k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-6)
+    k, w = turned(k * weight["k_norm"] + weight["k_norm_bias"]), h @ weight["weights_proj"].T
+    mask = np.zeros((count, count), bool)
+    for t in range(count):
+        found = (np.maximum(q[t] @ k[: t + 1].T, 0) * w[t][:, None]).sum(0)
+        mask[t, np.argsort(-found, kind="stable")[: c.index_topk]] = True
+    return mask
+
+
+@pytest.mark.deep
+def test_a_text_of_thousands_of_tokens_in_chunks_is_that_of_plain_numpy(model):
+    """Rows of two lengths. Rarely a token's scores at the border differ by less than float32 tells: some tokens may differ."""
+    length, table = 3000, paged.in_order(2, 3000)
+    tokens = np.asarray(tokens_of(model, length))
+    step = jax.jit(lambda ids, batch, pool: model(ids, batch, pool)[:2])
+    pool, held, found = model.new_pool(table.size), np.zeros(2, np.int32), []
+    for new in (700, 1400, 850, 50):  # the second row has half of the last two
+        counts = np.array([new, new // 2 if new < 900 else new], np.int32)
+        counts[1] = min(counts[1], 2400 - held[1])
+        at = np.minimum(held[:, None] + np.arange(new), length - 1)
+        ids = jnp.asarray(np.take_along_axis(tokens, at, axis=1))
+        hidden, pool = step(ids, Batch.behind(*map(jnp.asarray, (held, held, counts)), new, table), pool)
+        found.append((held, counts, np.asarray(hidden)))
+        held = held + counts
+    for row in range(2):
+        mine = np.concatenate([hidden[row, : counts[row]] for _, counts, hidden in found])
+        wanted = numpy_hidden(model, tokens[row, : held[row]].tolist())
+        wanted = np.asarray(retrieved.normed(jnp.asarray(wanted), model.norm[...], model.config.rms_norm_eps))
+        error = np.abs(mine - wanted).max(1)
+        assert len(mine) > 1500
+        assert (error < 1e-3).mean() > 0.97
