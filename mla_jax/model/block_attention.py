@@ -93,7 +93,7 @@ class ChosenTokens(NamedTuple):
         return _finish(*_scored(of_block, cached, seen[:, None, None])[1:])
 
 
-Held = StepCache | ChosenTokens  # what a form attends to
+HeldTokens = StepCache | ChosenTokens  # what a form attends to
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:

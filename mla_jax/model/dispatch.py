@@ -148,8 +148,8 @@ class Dispatch:
         if isinstance(line.retrieving, PageSelection) and isinstance(decode.retrieving, PageSelection):
             retrieving = MixedSelection(line.retrieving, decode.retrieving, forms)
         if line.choosing or decode.choosing:
-            kinds = cast(tuple, (line.choosing, decode.choosing))
-            choosing = MixedChoice(*kinds, forms, batch.decode.mask.shape)
+            of_line, of_rows = (cast(TokenChoice | None, part.choosing) for part in (line, decode))
+            choosing = MixedChoice(of_line, of_rows, forms, batch.decode.mask.shape)
         return AttentionPlan(form, prepare, retrieving, choosing)
 
     def _choice(

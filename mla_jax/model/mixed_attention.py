@@ -85,8 +85,10 @@ class MixedChoice(NamedTuple):
     def chosen(self, queries: IndexQueries, keys: Float[Array, "1 T I"], layer: Layer) -> tuple[Any, Any]:
         """As TokenChoice has it."""
         parts = _parts((queries, keys), keys.shape[1] - math.prod(self.shape), self.shape)
-        kinds = zip((self.line, self.decode), parts, strict=True)
-        line, decode = (None if kind is None else kind.chosen(*part, layer) for kind, part in kinds)
+        line, decode = (
+            None if kind is None else kind.chosen(queries, keys, layer)
+            for kind, (queries, keys) in zip((self.line, self.decode), parts, strict=True)
+        )
         return line, decode
 
     def attended(

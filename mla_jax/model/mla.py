@@ -22,7 +22,7 @@ from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
-from mla_jax.model.block_attention import Cached, Held, StepCache
+from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
 from mla_jax.model.indexer import Indexer, Picks
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
@@ -50,7 +50,7 @@ def heads(
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
 
-def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def naive(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches every head's key and value, as any transformer does."""
     joined = jnp.concatenate(q, -1)
 
@@ -61,13 +61,13 @@ def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V
     return held.attend(block).astype(joined.dtype)
 
 
-def compressed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def compressed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
 
-def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def absorbed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
     # `up` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
@@ -83,7 +83,7 @@ def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T 
     return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
 
-def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
 

@@ -20,10 +20,10 @@ from mla_jax.cache.evict import LEAST
 from mla_jax.cache.paged import INDEX_K, Layer, Pool, StepRows, View
 from mla_jax.model.block_attention import ChosenTokens, StepCache
 from mla_jax.model.indexer import IndexQueries, index_scores
+from mla_jax.model.mla import Queries
 
 UNSEEN = jnp.uint32(0xFFFFFFFF)  # bits of no score at all, behind those of every score
 Attends = Callable[..., Array]  # as of a Form
-Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 
 
 class ChosenSlots(NamedTuple):

@@ -155,9 +155,11 @@ class Transformer(nnx.Module):
             return None
         pages = self.pages_of_layer(pool)
         first = jnp.asarray(index * pages, jnp.int32)
-        if index not in self.indexed:
+        if not self.indexed:
             return Layer(pool, first)
-        return Layer(pool, first, jnp.int32(self.indexed.index(index) * pages))
+        assert isinstance(index, int), "layers with and without an indexer are told apart before tracing"
+        before = [layer for layer in self.indexed if layer < index]
+        return Layer(pool, first, jnp.int32(len(before) * pages) if index in self.indexed else None)
 
     def pages_of_layer(self, pool: Pool) -> int:
         """Pages of each layer in a pool; not all layers have those of an indexer."""

@@ -99,7 +99,7 @@ class _Keys:
     def __init__(self, metadata: Mapping[str, Any]):
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
-            _refuse_architecture(architecture)
+            raise _other_architecture(architecture)
         self.model_type = GGUF_ARCHITECTURES[architecture]
         self.all, self.prefix = metadata, f"{architecture}."
         self.read: set[str] = set()
@@ -191,16 +191,16 @@ _WORDS = {
 }
 
 
-def _refuse_architecture(found: Any):
+def _other_architecture(found: Any) -> BadConfig | Unsupported:
     if isinstance(found, str) and found in _WAITING:
-        raise Unsupported(f"architecture {found} is known but not supported", _WAITING[found])
+        return Unsupported(f"architecture {found} is known but not supported", _WAITING[found])
     shown = (
         "the file names no general.architecture"
         if found is None
         else f"found architecture {printable(str(found))}"
     )
     known = ", ".join(GGUF_ARCHITECTURES)
-    raise BadConfig("this is not a model that can be read from GGUF", shown, f"known: {known}")
+    return BadConfig("this is not a model that can be read from GGUF", shown, f"known: {known}")
 
 
 def _layers(keys: _Keys) -> dict[str, Any]:

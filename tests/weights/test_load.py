@@ -224,7 +224,7 @@ def test_an_indexers_projections_stay_packed_and_its_weights_stay_float32(tmp_pa
     models.write(tmp_path / "plain", hf, fp8.dequantized(packed, block))
     found = load(tmp_path / "packed", dtype="bfloat16").layers[0].attn.indexer
     kinds = {path[0]: value.get_value() for path, value in nnx.to_flat_state(nnx.state(found, nnx.Param))}
-    assert {name: getattr(value, "format", None) or value.dtype.name for name, value in kinds.items()} == {
+    assert {name: value.dtype.name for name, value in kinds.items()} == {
         "wq_b": "bfloat16", "wk": "bfloat16", "weights_proj": "float32", "k_norm": "bfloat16", "k_norm_bias": "bfloat16"
     }  # fmt: skip
     logits = [load(tmp_path / name) for name in ("packed", "plain")]
