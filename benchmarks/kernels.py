@@ -22,6 +22,7 @@ import report
 OPS = (
     "mla_decode",
     "heads_decode",
+    "mla_sparse",
     "mla_prefill",
     "moe_decode",
     "ragged_dot",

@@ -72,6 +72,29 @@ def rescaled(sums, keep, interpret):
     return scale(*sums, keep)
 
 
+def accumulated(accs, a, bs, interpret):
+    """acc + a @ b for each, with the sums in registers."""
+    if interpret:  # the interpreter takes no initialised accumulator
+        a = a[...]
+        out = [
+            acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+            for acc, b in zip(accs, bs, strict=True)
+        ]
+        plgpu.commit_smem()
+        return out
+
+    def run(refs):
+        for ref, b in zip(refs, bs, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
+
+
+def bits(x, dtype):
+    """`x` bitcast to another 16-bit dtype."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
 def zeros(shape, layout):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 

@@ -478,3 +478,80 @@ def heads_decode_inputs(case: HeadsDecodeCase, seed: int = 0, dtype=jnp.bfloat16
         "page_table": jnp.asarray(table),
         "seq_lens": jnp.asarray(lens),
     }
+
+
+class MlaSparseCase(NamedTuple):
+    name: str
+    counts: tuple[tuple[int, ...], ...]  # of each query of each row
+    heads: int
+    most: int = 128  # slots of a query
+    rank: int = 512
+    rope: int = 64
+    page: int = 64
+    packed: bool = False  # the latent in E4M3
+    poisoned: bool = False  # the key of a token that only the first query attends to is NaN
+
+    @property
+    def scale(self) -> float:
+        return (128 + self.rope) ** -0.5
+
+
+MLA_SPARSE = [
+    MlaSparseCase("one query, one tile", ((64,),), 16, most=64),
+    MlaSparseCase("ragged, one attends to nothing", ((1,), (0,), (130,), (200,), (63,)), 16, most=200),
+    MlaSparseCase("128 heads", ((300,), (65,)), 128, most=320),
+    MlaSparseCase("64 heads, drafts", ((257, 256, 64), (1, 2, 3)), 64, most=260),
+    MlaSparseCase("20 heads, a prompt", (tuple(range(1, 9)),), 20, most=8),
+    MlaSparseCase("pages of 16", ((33,), (190,)), 72, most=192, page=16),
+    MlaSparseCase("smallest rank", ((129, 70),), 32, most=160, rank=128),
+    MlaSparseCase("NaN in what is chosen", ((70,), (0,), (200,)), 16, most=200, poisoned=True),
+    MlaSparseCase("E4M3", ((1,), (0,), (130,), (200,)), 16, most=200, packed=True),
+    MlaSparseCase("E4M3, 128 heads, smallest rank", ((129, 70),), 128, most=160, rank=256, packed=True),
+    MlaSparseCase("E4M3, NaN in what is chosen", ((70,), (130,)), 64, packed=True, poisoned=True, most=130),
+]
+
+
+def mla_sparse_inputs(
+    case: MlaSparseCase, seed: int = 0, dtype=jnp.bfloat16
+) -> dict[str, jax.Array | fp8.Fp8]:
+    """Random inputs, with NaN in slots that nobody chose, and anything in slots past a count."""
+    rng = np.random.default_rng(seed)
+    counts = np.array(case.counts, np.int32)
+    pages = -(-2 * case.most // case.page) + 1
+    total = pages * case.page
+    slots = np.stack([rng.permutation(total)[: case.most] for _ in counts.flat]).astype(np.int32)
+    slots = slots.reshape(*counts.shape, case.most)
+    valid = np.arange(case.most) < counts[..., None]
+    held = np.zeros(total, bool)
+    held[slots[valid]] = True
+    some = held.reshape(pages, case.page, 1)
+    shape = *counts.shape, case.heads
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    def pool(width):
+        return jnp.asarray(np.where(some, normal(pages, case.page, width), np.nan), dtype)
+
+    def keys():
+        if not case.poisoned:
+            return pool(case.rope)
+        own = np.setdiff1d(slots[0, 0, : counts[0, 0]], slots[1:][valid[1:]])
+        return pool(case.rope).at[np.unravel_index(own[-1], (pages, case.page))].set(jnp.nan)
+
+    def latent():
+        if not case.packed:
+            return pool(case.rank)
+        groups = pages, case.page, case.rank // fp8.GROUP
+        values = normal(*groups, fp8.GROUP) * np.exp2(normal(*groups, 1))
+        packed = fp8.quantize_cache(jnp.asarray(values.reshape(pages, case.page, case.rank)))
+        return fp8.Fp8(*(jnp.where(some, x, jnp.nan).astype(x.dtype) for x in packed))
+
+    return {
+        "q_c": jnp.asarray(normal(*shape, case.rank), dtype),
+        "q_pe": jnp.asarray(normal(*shape, case.rope), dtype),
+        "c_kv": latent(),
+        "k_pe": keys(),
+        "slots": jnp.asarray(np.where(valid, slots, rng.choice([-7, 1 << 30, 0], slots.shape)), jnp.int32),
+        "counts": jnp.asarray(counts),
+    }

@@ -1,11 +1,17 @@
 """The inputs of one step: a pytree made once and shared by all layers."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+
+@jax.tree_util.register_static
+class Known(int):
+    """A number of a step's plan that is known while it is traced: `vmap` and `tree.map` leave it alone."""
 
 
 class Tables(NamedTuple):
@@ -29,8 +35,8 @@ class Batch:
 
     With a cache, padding comes after a line's tokens. `index` is the place of each token in its row: token s of row r is in page
     `page_table[r, s // Z]` of every layer. `seq_lens` are the tokens each row has cached once the new ones are appended. Table
-    entries past the end may be anything. Where layers have dropped tokens, `of_layer` has the numbers of one layer. If its
-    heads have tokens of their own, table, lengths and indices have H in front.
+    entries past the end may be anything. Where layers have dropped tokens, `by_layer` gives the numbers of each. If its heads
+    have tokens of their own, table, lengths and indices have H in front.
 
     Without `row`, line b holds tokens of row b. With it, there is one line, and it holds tokens of all rows, one row's after the
     other's: `row` says whose each is."""
@@ -48,13 +54,16 @@ class Batch:
         positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
         return Batch(positions, jnp.ones((rows, tokens), bool))
 
-    def of_layer(self, number: int | Int[Array, ""]) -> "Batch":
-        """The same for one layer, with its own page tables and places."""
-        if not isinstance(self.page_table, Tables):
-            return self
+    @property
+    def tables(self) -> Tables | None:
+        """Where each layer has dropped tokens of its own."""
+        return self.page_table if isinstance(self.page_table, Tables) else None
+
+    def of_layer(self, tables: Tables) -> "Batch":
+        """The same for one layer, with its own `tables`, `[H R P]` and `[H R]`."""
         assert self.seq_lens is not None
         assert self.index is not None
-        pages, dropped = (x[number] for x in self.page_table)
+        pages, dropped = tables
         if len(pages) == 1:
             pages, dropped = pages[0], dropped[0]
         of_tokens = dropped[..., None] if self.row is None else dropped[..., self.row]
@@ -135,9 +144,15 @@ class MixedBatch:
         """Of the rows that decode."""
         return self.decode.page_table
 
-    def of_layer(self, number: int | Int[Array, ""]) -> "MixedBatch":
+    @property
+    def tables(self) -> tuple[Tables, Tables] | None:
         """As of a Batch."""
-        return MixedBatch(self.line.of_layer(number), self.decode.of_layer(number))
+        line, decode = self.line.tables, self.decode.tables
+        return None if line is None or decode is None else (line, decode)
+
+    def of_layer(self, tables: "tuple[Tables, Tables]") -> "MixedBatch":
+        """As of a Batch."""
+        return MixedBatch(self.line.of_layer(tables[0]), self.decode.of_layer(tables[1]))
 
 
 def _one_line(line: Array, decode: Array) -> Array:
@@ -145,6 +160,11 @@ def _one_line(line: Array, decode: Array) -> Array:
 
 
 AnyBatch = Batch | MixedBatch
+
+
+def by_layer(function: Callable[[Any], Any], batch: AnyBatch) -> Any:
+    """`function` of the batch of each layer, where layers differ; what it returns has the layers in front."""
+    return jax.vmap(lambda tables: function(batch.of_layer(tables)))(batch.tables)
 
 
 def bucket(n: int, least: int = 1) -> int:

@@ -102,8 +102,8 @@ def choice_cost(config: Config, rows: int, new: int, attended: int, itemsize: in
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
-    The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`, `kernel_naive`
-    as `naive`. Where tokens are chosen, each new token reads its own."""
+    The kernels write no scores: `kernel_latents` and `kernel_chosen` compute as `move_elided` does, `kernel_heads` as
+    `compressed`, `kernel_naive` as `naive`. Where tokens are chosen, each new token reads its own."""
     if chooses(config, attended):
         rows, new, attended = rows * new, 1, config.index_topk or 0
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
@@ -128,6 +128,7 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
         "absorbed": over.plus(bytes=itemsize * copies + scores),
         "move_elided": over.plus(bytes=scores),
         "kernel_latents": over,
+        "kernel_chosen": over,
     }[form]
 
 
@@ -185,7 +186,8 @@ def attention_seconds(config: Config, on: Device, form: str, rows: int, new: int
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line on the cost of a form here, next to the alternative form's."""
-    other = "compressed" if form in ("move_elided", "absorbed", "kernel_latents") else "move_elided"
+    over_latents = ("move_elided", "absorbed", "kernel_latents", "kernel_chosen")
+    other = "compressed" if form in over_latents else "move_elided"
 
     def said(name: str) -> str:
         cost = attention_cost(config, name, rows, new, attended, on.itemsize)
@@ -239,7 +241,7 @@ class ChoiceSizes(NamedTuple):
 
     slots: int  # of each line that are scored at a time
     choosing: int  # new tokens of each line that choose at a time
-    attending: int  # new tokens of each line that attend at a time
+    attending: int | None  # new tokens of each line that attend at a time; None: all, by a kernel
 
 
 def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize: int) -> ChoiceSizes:
@@ -248,9 +250,11 @@ def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize:
     topk = config.index_topk or 0
     slots = 1 << max(most, topk).bit_length() - 1
     scored = scored_bytes(config, slots)
+    choosing = 1 << max(budget // (lines * scored), 1).bit_length() - 1
+    if form == "kernel_chosen":
+        return ChoiceSizes(slots, choosing, None)
     read = topk * chosen_bytes(config, form, itemsize)
-    choosing, attending = (1 << max(budget // (lines * each), 1).bit_length() - 1 for each in (scored, read))
-    return ChoiceSizes(slots, choosing, attending)
+    return ChoiceSizes(slots, choosing, 1 << max(budget // (lines * read), 1).bit_length() - 1)
 
 
 # Of 4 bytes, for each candidate while the best are selected: bits, slots, places and their copies

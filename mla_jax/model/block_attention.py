@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import CONTEXT
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Known
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, StepRows, View
@@ -23,12 +23,12 @@ OfBlock = Callable[[Cached], tuple[Float[Array, "B T N S"], Float[Array, "B S ..
 
 
 class Blocks(NamedTuple):
-    """How the rows of a step are read: `count` pages of each line at a time. The same in all layers."""
+    """How the rows of a step are read: `count` pages of each line at a time."""
 
     rows: StepRows
     pages: View
-    count: int
-    size: int  # of a page
+    count: Known
+    size: Known  # of a page
     mask: Bool[Array, "B T"]
 
     def visible(self, first: Array | int, slots: int) -> Bool[Array, "B T #N S"]:
@@ -79,11 +79,13 @@ class StepCache(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """As a StepCache, of rows of one new token, each of which attends to tokens of its own: the first `counts` of its slots."""
+    """As a StepCache, of new tokens that attend to tokens of their own each: the first `counts` of its slots.
+
+    A kernel takes lines of new tokens, other forms a row for each."""
 
     layer: Layer
-    slots: Int[Array, "B K"]  # counted from the layer's first page
-    counts: Int[Array, " B"]
+    slots: Int[Array, "*B K"]  # counted from the layer's first page
+    counts: Int[Array, "*B"]
     reads: Callable[[Cached], Cached] = dict
 
     def attend(self, of_block: OfBlock) -> Float[Array, "B 1 N V"]:
@@ -106,7 +108,7 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
     rows = paged.rows_of(batch, size)
     pages = paged.view_of(rows, rows.seq_lens, size)
     count = min(max(block // size, 1), pages.table.shape[-1])
-    return Blocks(rows, pages.in_blocks(count), count, size, batch.mask)
+    return Blocks(rows, pages.in_blocks(count), Known(count), Known(size), batch.mask)
 
 
 def finite(values: Array) -> Array:

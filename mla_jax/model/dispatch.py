@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.base import roofline
-from mla_jax.base.batch import AnyBatch, Batch, MixedBatch
+from mla_jax.base.batch import AnyBatch, Batch, MixedBatch, by_layer
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
@@ -59,18 +59,19 @@ class StepPlan(NamedTuple):
     """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
 
     form: mla.Form
-    shared: Any  # what `form.prepare` made of the batch and the pool, for all layers
+    shared: Any  # what `form.prepare` made of the batch and the pool; with layers in front where these differ
     turns: rope.Turns
     experts: ExpertPlan
-    prepare: Callable[[Any], Any] | None = None  # makes the same for one layer's batch
+    layers_differ: bool = False  # each has dropped tokens of its own
     watch: Watch | None = None  # what is asked of each layer's attention
     retrieving: Selection | None = None  # some of the pages, where that is asked for
     choosing: Choosing | None = None  # some of the tokens, where the model has indexers and more are cached
 
-    def of_layer(self, batch: AnyBatch, number: Any) -> "StepPlan":
-        """The plan for a layer that has dropped other tokens than the layers before."""
-        assert self.prepare is not None
-        return self._replace(shared=self.prepare(batch.of_layer(number)))
+    def of_layer(self, number: Any) -> "StepPlan":
+        """The plan for a layer; the same for all unless layers have dropped tokens."""
+        if not self.layers_differ:
+            return self
+        return self._replace(shared=jax.tree.map(lambda x: x[number], self.shared), layers_differ=False)
 
     def attending_to_all(self) -> "StepPlan":
         """The plan for a layer that chooses no pages."""
@@ -116,8 +117,10 @@ class Dispatch:
             rope.turns(batch.positions, model.config),
         )
         form, prepare, retrieving, choosing = attention
+        differ = batch.tables is not None
+        shared = by_layer(prepare, batch) if differ else prepare(batch)
         edits = {"retrieving": retrieving, "choosing": choosing}
-        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare, **edits)
+        return StepPlan(form, shared, turns, experts, differ, **edits)
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
@@ -215,7 +218,7 @@ class Dispatch:
         """The forms of which such a step takes the fastest."""
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
         if roofline.chooses(model.config, attended):
-            return (self.attention if self.attention in mla.FORMS else self.form_of_scores,)
+            return (self._form_of_chosen(model, rows, new, attended),)
         if self.caches_heads and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
             return ("kernel_naive" if has_kernel else "naive",)
@@ -225,6 +228,15 @@ class Dispatch:
             return "move_elided", "compressed"
         # The kernel writes no scores; where arithmetic alone decides, it comes first
         return kernel, "move_elided"
+
+    def _form_of_chosen(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
+        """The form for new tokens that each attend to tokens of their own."""
+        if self.attention in mla.FORMS:
+            return self.attention
+        if self.attention == "fused":
+            return "kernel_chosen"
+        has_kernel = self.attention_kernel(model, "kernel_chosen", rows, new, attended) != "xla"
+        return "kernel_chosen" if has_kernel else "move_elided"
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
@@ -245,7 +257,10 @@ class Dispatch:
             layer = paged.Layer(model.new_pool(rows * pages, layers=1), jnp.int32(0))
             step = row.prepare(batch, layer.pool, config, paged.PAGE)
             turns = rope.turns(batch.positions, config)
-            return nnx.merge(graph, weights)(x, layer, row, step, turns)[0]
+            choosing, chosen = self._choice(model, batch, layer.pool, form, row.prepare), None
+            if isinstance(choosing, TokenChoice):
+                chosen = token_choice.nothing(choosing)
+            return nnx.merge(graph, weights)(x, layer, row, step, turns, None, choosing, chosen)[0]
 
         return kernels.who_computes(attend, weights, x).get(_OPS[form], "xla")
 
@@ -315,4 +330,9 @@ class Dispatch:
 
 
 # The op that a form is named for
-_OPS = {"kernel_latents": "mla_decode", "kernel_heads": "mla_prefill", "kernel_naive": "heads_decode"}
+_OPS = {
+    "kernel_latents": "mla_decode",
+    "kernel_heads": "mla_prefill",
+    "kernel_naive": "heads_decode",
+    "kernel_chosen": "mla_sparse",
+}

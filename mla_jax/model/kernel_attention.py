@@ -2,7 +2,8 @@
 
 `kernel_latents` is move-elided attention as one kernel: a few new tokens attend to latents, each read once. `kernel_heads` is
 compressed attention with a kernel as its second half: many new tokens attend to each other, then to heads that are rebuilt from
-the cached latents before them, block by block. `kernel_naive` is naive attention of one new token a row, as one kernel; where
+the cached latents before them, block by block. `kernel_chosen` is move-elided attention of each new token to the tokens that it has
+chosen, as one kernel. `kernel_naive` is naive attention of one new token a row, as one kernel; where
 heads have dropped tokens of their own, each reads its own pages."""
 
 import dataclasses
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import CONTEXT
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Known
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, kernels, rope
-from mla_jax.model.block_attention import StepCache, finite
+from mla_jax.model.block_attention import ChosenTokens, StepCache, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
 
@@ -31,12 +32,12 @@ class Order(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """The plan of one step of `kernel_latents`, shared by its layers."""
+    """The plan of one step of `kernel_latents`."""
 
     rows: StepRows
     held: Int[Array, " B"]  # tokens of each row that are on this device
     order: Order | None  # of the queries; None: one token per row
-    parts: int  # into which heads are cut, each for a call of its own
+    parts: Known  # into which heads are cut, each for a call of its own
     schedule: Any
     turns: rope.Turns
 
@@ -54,7 +55,7 @@ def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Lat
     )
     held = paged.held_here(rows.seq_lens, paged.page_size(pool))
     schedule = kernels.schedule(held, heads // parts, new)
-    return Latents(rows, held, order, parts, schedule, rope.turns(batch.positions, config))
+    return Latents(rows, held, order, Known(parts), schedule, rope.turns(batch.positions, config))
 
 
 def padding_first(padding: Bool[Array, "B T"]) -> Order:
@@ -107,13 +108,13 @@ Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Heads(NamedTuple):
-    """The plan of one step of `kernel_heads`, shared by its layers."""
+    """The plan of one step of `kernel_heads`."""
 
     rows: StepRows
     own: Range  # among the new tokens of its line
     before: View  # with what rows had cached before
     cached: Range  # among the slots of these
-    count: int  # of pages whose heads are rebuilt at a time
+    count: Known  # of pages whose heads are rebuilt at a time
 
 
 def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads:
@@ -134,7 +135,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
     cached = valid(start, start + rows.of_tokens(paged.held_here(before, size)))
     # Every device has the keys of the new tokens; one attends to them
     own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))
-    return Heads(rows, own, pages.in_blocks(count), cached, count)
+    return Heads(rows, own, pages.in_blocks(count), cached, Known(count))
 
 
 def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -160,7 +161,7 @@ def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Arr
 
 
 class CachedHeads(NamedTuple):
-    """The plan of one step of `kernel_naive`, shared by its layers unless heads have dropped tokens."""
+    """The plan of one step of `kernel_naive`."""
 
     table: Int[Array, "#N B P"]
     held: Int[Array, "#N B"]  # tokens that are on this device
@@ -188,8 +189,18 @@ def _cached(held: StepCache) -> Layer:
     return held.layer
 
 
+def kernel_chosen(q: Queries, held: ChosenTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
+    layer, pool = held.layer, paged.numbers(held.layer.pool)
+    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    latents = fp8_latent.latent_operand(pool), pool["k_pe"]
+    slots = held.slots + layer.first * layer.size
+    o_c = kernels.mla_sparse(q_c, q[1], *latents, slots, held.counts, scale)
+    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+
+
 KERNELS = {
     "kernel_latents": Form(latents, kernel_latents, prepare_latents, rotate_and_append),
     "kernel_heads": Form(latents, kernel_heads, prepare_heads),
     "kernel_naive": Form(heads, kernel_naive, prepare_cached_heads),
+    "kernel_chosen": Form(latents, kernel_chosen),
 }

@@ -100,7 +100,7 @@ class Form(NamedTuple):
 
     remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input.
     attends(queries, held, up, scale) -> `[B T N V]`.
-    prepare(batch, pool, config, block) -> the plan that all layers of a step share, made once; `pool` is None without a cache.
+    prepare(batch, pool, config, block) -> the plan that all layers of a step share; `pool` is None without a cache.
     The softmax over the cache goes by blocks of about `block` slots, except in kernels.
     appends(q, kv, norm, layer, step, config) -> queries and layer: one kernel for the work between projections and attention.
     reads(cached) -> the stored arrays, as `attends` takes them."""

@@ -40,7 +40,7 @@ class TokenChoice(NamedTuple):
     size: int  # of a page
     block: int  # pages of a line that are scored at a time
     queries: int  # new tokens of a line that choose at a time
-    attending: int  # new tokens of a line that attend at a time
+    attending: int | None  # new tokens of a line that attend at a time; None: all, by a kernel
     count: int  # of chosen tokens
     start: Int[Array, "B T"]  # slot of the line where a token's row begins
     stop: Int[Array, "B T"]  # slot behind the last one that it sees
@@ -85,9 +85,11 @@ class TokenChoice(NamedTuple):
         up: Any,
         scale: float,
     ) -> Float[Array, "B T N V"]:
-        """A form's attention to the chosen tokens: each new token is a row of its own."""
+        """A form's attention to the chosen tokens: for XLA each new token is a row of its own."""
         layer = held.layer
         assert layer is not None, "tokens are chosen among those that are cached"
+        if self.attending is None:
+            return attends(q, ChosenTokens(layer, *chosen, held.reads), up, scale)
 
         def of_tokens(q_nope: Array, q_pe: Array, slots: Array, counts: Array) -> Array:
             rows = counts.size
@@ -110,6 +112,12 @@ def choice_of_step(batch: Batch, pool: Pool, config: Config, sizes: roofline.Cho
     stop = jnp.where(rows.real, start + rows.index + 1, start)
     at_once = sizes.choosing, sizes.attending
     return TokenChoice(pages.in_blocks(block), size, block, *at_once, config.index_topk, start, stop)
+
+
+def nothing(plan: TokenChoice) -> ChosenSlots:
+    """A choice of no tokens."""
+    shape = plan.start.shape
+    return ChosenSlots(jnp.zeros((*shape, plan.count), jnp.int32), jnp.zeros(shape, jnp.int32))
 
 
 class MaskChoice(NamedTuple):

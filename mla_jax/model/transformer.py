@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.axes import TENSOR
-from mla_jax.base.batch import AnyBatch, Batch, Tables
+from mla_jax.base.batch import AnyBatch, Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
@@ -87,7 +87,7 @@ def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
         layer: Layer | None,
         number: Array,
     ):
-        mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
+        mine = plan.of_layer(number)
         mine = mine.attending_to_all() if reads_all else mine
         return nnx.merge(graph, weights)(x, pending, batch, layer, mine, chosen)
 

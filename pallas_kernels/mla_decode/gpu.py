@@ -37,6 +37,7 @@ from pallas_kernels.hopper import (
     LOG2E,
     LOW,
     ROW,
+    accumulated,
     clean,
     fold,
     over,
@@ -51,24 +52,6 @@ from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 LEFT, RIGHT = 2, 3  # the warpgroups with lower numbers compute scores
 WARPGROUPS = 4
 SLOTS = 2
-
-
-def _dot_into(accs, a, bs, interpret):
-    """acc + a @ b for each, with the sums in registers."""
-    if interpret:  # the interpreter takes no initialised accumulator
-        a = a[...]
-        out = [
-            acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-            for acc, b in zip(accs, bs, strict=True)
-        ]
-        plgpu.commit_smem()
-        return out
-
-    def run(refs):
-        for ref, b in zip(refs, bs, strict=True):
-            plgpu.wgmma(ref, a, b)
-
-    return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
 
 
 def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
@@ -312,7 +295,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     slot = slot_of(step)
                     plgpu.barrier_wait(weighed.at[slot])
                     acc = rescaled(acc, plgpu.load(keep_s.at[slot], layout=ROW), interpret)
-                    acc = _dot_into(
+                    acc = accumulated(
                         acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret
                     )
 

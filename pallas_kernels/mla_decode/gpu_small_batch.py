@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.fp8 import GROUP, Fp8
-from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+from pallas_kernels.hopper import LOG2E, LOW, ROW, bits, clean, over, swizzled, zeros
 from pallas_kernels.mla_decode import gpu_fp8_registers as fp8
 from pallas_kernels.mla_decode.schedule import TILE
 
@@ -100,21 +100,16 @@ def _scales(ref, which, groups, layout, interpret):
     return strided(ref)
 
 
-def _bits(x, dtype):
-    """`x` bitcast to another 16-bit dtype."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
 def _store(ref, x, dtype=None):
     """Stores `x` in `dtype` (default: the ref's own) transposed in `ref`."""
     x = plgpu.layout_cast(x.astype(dtype or ref.dtype), TURNED)
-    ref.transpose((1, 0))[...] = _bits(x, ref.dtype)
+    ref.transpose((1, 0))[...] = bits(x, ref.dtype)
 
 
 def _load(ref, dtype):
     """`ref`, which holds numbers of `dtype`, transposed, in float32."""
     x = plgpu.load(ref.transpose((1, 0)), layout=TURNED)
-    return _bits(plgpu.layout_cast(x, plgpu.Layout.WGMMA), dtype).astype(jnp.float32)
+    return bits(plgpu.layout_cast(x, plgpu.Layout.WGMMA), dtype).astype(jnp.float32)
 
 
 def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
@@ -441,7 +436,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 acc = acc + _load(qc_s.at[k], dtype) * _under(share_2 * norm, acc.shape)
                 if direct:
                     plgpu.commit_smem()  # a thread overwrites what others have read
-                    qc_s[k] = _bits(fp8.natural(acc, interpret).astype(dtype), factor)
+                    qc_s[k] = bits(fp8.natural(acc, interpret).astype(dtype), factor)
                 else:
                     _store(qc_s.at[k], acc, dtype)
             plgpu.commit_smem()
@@ -517,4 +512,4 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q_c, q_pe, *caches, page_table, seq_lens, shares)
-    return _bits(out, dtype), lse, _bits(some, dtype), lses
+    return bits(out, dtype), lse, bits(some, dtype), lses

@@ -23,6 +23,7 @@ SMALL = {
     "first_answer.py": ["--formats", "bf16"],
     "forms.py": [],
     "grammars.py": [],
+    "kept_steps.py": [],
     "host_pages.py": [],
     "loads.py": [],
     "longcontext.py": [],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mla_jax import Config
-from mla_jax.base.batch import Batch, Tables
+from mla_jax.base.batch import Batch, Tables, by_layer
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model import block_attention
@@ -64,7 +64,8 @@ class Rows:
         @jax.jit
         def run(pool: Pool, batch: Batch, q: tuple, new: dict) -> tuple[jax.Array, Pool]:
             layer = Layer(pool, jnp.int32(self.number * PAGES))
-            step = block_attention.prepare(batch.of_layer(self.number), pool, CONFIG, block)
+            steps = by_layer(lambda batch: block_attention.prepare(batch, pool, CONFIG, block), batch)
+            step = jax.tree.map(lambda x: x[self.number], steps)
             layer = paged.append(layer, new, step.rows)
             return FORMS["naive"].attends(q, StepCache(new, layer, step), UP, SCALE), layer.pool
 
@@ -130,15 +131,15 @@ def test_where_no_head_has_dropped_any_lanes_of_pages_are_the_pages():
     shapes = {name: jax.ShapeDtypeStruct((1, 1, HEADS, n), jnp.float32) for name, n in (("k", sum(KEY)), ("v", VALUE))}
     pool = paged.init(shapes, LAYERS, PAGES, SIZE)
     pages = np.random.default_rng(3).permutation(PAGES)[: len(HELD) * 3].reshape(len(HELD), 3)
-    lanes = Tables(ints(pages * HEADS + np.arange(HEADS)[:, None, None])[None], ints(np.zeros((1, HEADS, len(HELD)))))
+    lanes = Tables(ints(pages * HEADS + np.arange(HEADS)[:, None, None]), ints(np.zeros((HEADS, len(HELD)))))
     new = {
         name: jnp.asarray(np.random.default_rng(4).random((len(HELD), 9, *one.shape[2:]), np.float32))
         for name, one in shapes.items()
     }
     found = []
     for table in (ints(pages), lanes):
-        batch = Batch.behind(ints(0 * HELD), ints(0 * HELD), ints([9, 1, 0, 5]), 9, table).of_layer(0)
-        rows = paged.rows_of(batch, SIZE)
+        batch = Batch.behind(ints(0 * HELD), ints(0 * HELD), ints([9, 1, 0, 5]), 9, table)
+        rows = paged.rows_of(batch if batch.tables is None else batch.of_layer(batch.tables), SIZE)
         layer = paged.append(Layer(pool, jnp.int32(PAGES)), new, rows)
         found.append((layer.pool, paged.read(layer, paged.view_of(rows, rows.seq_lens, SIZE), 1, 2)))
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from mla_jax import Config, Transformer
-from mla_jax.base.batch import Batch, Tables
+from mla_jax.base.batch import Batch, Tables, by_layer
 from mla_jax.cache import paged
 from mla_jax.cache.evict import H2O, TOVA, Critical, EvictionPolicy, KeyDiff, Seen, SnapKV
 from mla_jax.cache.paged import Layer, Pool
@@ -100,7 +100,7 @@ class Cached:
         """With `tables` the tokens are in parts of another `layer`, the second of its pool."""
         batch, layer = self.batch(max(policy.window, 1)), self.layer if layer is None else layer
         at = np.minimum(np.asarray(batch.index), max(HELD) - 1)  # padding asks for anything
-        batch = batch if tables is None else dataclasses.replace(batch, page_table=tables).of_layer(1)
+        batch = batch if tables is None else batch.of_layer(Tables(*(x[1] for x in tables)))
         q = tuple(x[np.arange(len(HELD))[:, None], at] for x in self.q)
 
         @jax.jit
@@ -256,8 +256,12 @@ def test_a_layer_that_has_dropped_tokens_is_scored_as_a_row_without_them():
     further = dataclasses.replace(
         alone, page_table=tables, index=alone.index + dropped[:, None], seq_lens=alone.seq_lens + dropped
     )
-    prepared = (rows.form.prepare(batch, rows.layer.pool, CONFIG, 8) for batch in (alone, further.of_layer(1)))
-    jax.tree.map(np.testing.assert_array_equal, *prepared)
+
+    def prepare(batch: Batch) -> Any:
+        return rows.form.prepare(batch, rows.layer.pool, CONFIG, 8)
+
+    of_second = jax.tree.map(lambda x: x[1], by_layer(prepare, further))
+    jax.tree.map(np.testing.assert_array_equal, prepare(alone), of_second)
 
 
 def test_each_head_is_scored_by_its_own_parts_wherever_they_are():

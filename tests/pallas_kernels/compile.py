@@ -18,6 +18,7 @@ from pallas_kernels.fp8 import Fp8
 from pallas_kernels.heads_decode import gpu as heads_gpu
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
+from pallas_kernels.mla_sparse import gpu as sparse_gpu
 from pallas_kernels.moe_decode import gpu as few_gpu
 from pallas_kernels.ragged_dot import gpu as grouped_gpu
 from pallas_kernels.rope_append import Latents, Tokens
@@ -42,9 +43,19 @@ def decode(B, T, N, R, E, Z, packed=False):
         plan = mla_decode.schedule(seq_lens, heads=N, tokens=T, units=132)
         return decode_gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=0.1, schedule=plan)
 
-    scale = jax.ShapeDtypeStruct((256, Z, R // 128), jnp.float32)
-    latent = Fp8(jax.ShapeDtypeStruct((256, Z, R), jnp.float8_e4m3fn), scale) if packed else bf16((256, Z, R))
-    return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), latent, bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,)))
+    pool = latent((256, Z, R), packed)
+    return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), pool, bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,)))
+
+
+def latent(shape, packed):
+    scale = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 128), jnp.float32)
+    return Fp8(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale) if packed else bf16(shape)
+
+
+def sparse(B, T, N, K, R=512, packed=False):
+    call = functools.partial(sparse_gpu.mla_sparse, scale=0.1, units=132)
+    queries, pool = (bf16((B, T, N, R)), bf16((B, T, N, 64))), (latent((90000, 64, R), packed), bf16((90000, 64, 64)))
+    return call, (*queries, *pool, i32((B, T, K)), i32((B, T)))  # more numbers than 32 bits count
 
 
 def prefill(B, T, S, N, H, V):
@@ -104,6 +115,11 @@ PROGRAMS = [
     (heads, (64, 16, 192, 128, 100, False)),
     (heads, (2, 8, 64, 64, 100, True)),
     (heads, (1, 4, 256, 256, 100, True)),
+    (sparse, (1, 1, 16, 2048)),
+    (sparse, (128, 1, 64, 2048)),
+    (sparse, (1, 4096, 128, 2048)),
+    (sparse, (2, 3, 20, 100, 128)),
+    (sparse, (128, 1, 128, 2048, 512, True)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
     (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),

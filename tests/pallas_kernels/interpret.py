@@ -5,13 +5,15 @@ import sys
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import heads_decode, mla_decode, mla_prefill, rope_append, testing, tuning
+from pallas_kernels import heads_decode, mla_decode, mla_prefill, mla_sparse, rope_append, testing, tuning
 from pallas_kernels.heads_decode import gpu as heads_gpu
 from pallas_kernels.heads_decode import reference as heads_reference
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_prefill import reference as prefill_reference
+from pallas_kernels.mla_sparse import gpu as sparse_gpu
+from pallas_kernels.mla_sparse import reference as sparse_reference
 from pallas_kernels.rope_append import gpu as append_gpu
 from pallas_kernels.rope_append import reference as append_reference
 
@@ -36,6 +38,12 @@ def heads(case):
     show(case, got, heads_reference.heads_decode(**inputs), heads_decode.heads_decode(**inputs, impl="xla"))
 
 
+def sparse(case):
+    inputs = testing.mla_sparse_inputs(case) | {"scale": case.scale}
+    got = sparse_gpu.mla_sparse(**inputs, units=4, interpret=interpret)
+    show(case, got, sparse_reference.mla_sparse(**inputs), mla_sparse.mla_sparse(**inputs, impl="xla"))
+
+
 def prefill(case):
     if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
         inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale}
@@ -55,6 +63,7 @@ OPS = {
     "heads_decode": (heads, testing.HEADS_DECODE),
     "mla_decode": (decode, testing.MLA_DECODE),
     "mla_prefill": (prefill, testing.MLA_PREFILL),
+    "mla_sparse": (sparse, testing.MLA_SPARSE),
     "rope_append": (append, testing.ROPE_APPEND),
 }
 

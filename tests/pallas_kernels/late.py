@@ -13,7 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 ROUNDS = 3
 LAG = 0.1  # seconds at most, many times what a step takes
 CASES = {"mla_prefill": ["many short rows", "packed, tiles that not all of a cluster need"], "mla_decode": ["64 heads"]} | {
-    "heads_decode": ["each head has its own"]
+    "heads_decode": ["each head has its own"],
+    "mla_sparse": ["64 heads, drafts"],
 }
 chance, slow = random.Random(0), False
 
