@@ -152,7 +152,8 @@ class Dispatch:
             retrieving = MixedSelection(line.retrieving, decode.retrieving, forms)
         if line.choosing or decode.choosing:
             of_line, of_rows = (cast(TokenChoice | None, part.choosing) for part in (line, decode))
-            choosing = MixedChoice(of_line, of_rows, forms, batch.decode.mask.shape)
+            rows, tokens = batch.decode.mask.shape
+            choosing = MixedChoice(of_line, of_rows, forms, (rows, tokens))
         return AttentionPlan(form, prepare, retrieving, choosing)
 
     def _choice(
@@ -257,8 +258,10 @@ class Dispatch:
             layer = paged.Layer(model.new_pool(rows * pages, layers=1), jnp.int32(0))
             step = row.prepare(batch, layer.pool, config, paged.PAGE)
             turns = rope.turns(batch.positions, config)
-            choosing, chosen = self._choice(model, batch, layer.pool, form, row.prepare), None
-            if isinstance(choosing, TokenChoice):
+            choosing = chosen = None
+            if form == "kernel_chosen":
+                sizes = roofline.choice_sizes(config, self.device.platform, form, rows, model.dtype.itemsize)
+                choosing = token_choice.choice_of_step(batch, layer.pool, config, sizes)
                 chosen = token_choice.nothing(choosing)
             return nnx.merge(graph, weights)(x, layer, row, step, turns, None, choosing, chosen)[0]
 

@@ -2,9 +2,9 @@
 
 `kernel_latents` is move-elided attention as one kernel: a few new tokens attend to latents, each read once. `kernel_heads` is
 compressed attention with a kernel as its second half: many new tokens attend to each other, then to heads that are rebuilt from
-the cached latents before them, block by block. `kernel_chosen` is move-elided attention of each new token to the tokens that it has
-chosen, as one kernel. `kernel_naive` is naive attention of one new token a row, as one kernel; where
-heads have dropped tokens of their own, each reads its own pages."""
+the cached latents before them, block by block. `kernel_chosen` is move-elided attention of each new token to tokens that it has
+chosen, as one kernel. `kernel_naive` is naive attention of one new token a row, as one kernel; where heads have dropped tokens of
+their own, each reads its own pages."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -213,10 +213,11 @@ def test_costs_grow_with_the_chosen_tokens_and_not_with_the_context():
     assert roofline.attention_cost(dense, "move_elided", 8, 1, 100_000).flops > 40 * long.flops
 
 
-def test_a_step_over_more_tokens_takes_a_form_that_chooses():
-    model = load(GOLDEN / "glm_5", dispatch=Dispatch(attention="fused"))
-    assert model.dispatch.form_name(model, 1, 1, 24) == "kernel_latents"
-    assert model.dispatch.form_name(model, 1, 1, 25) == "move_elided"
+@pytest.mark.parametrize(("attention", "over"), [("fused", "kernel_chosen"), ("auto", "move_elided"), ("naive", "naive")])
+def test_a_step_over_more_tokens_takes_a_form_that_chooses(attention, over):
+    model = load(GOLDEN / "glm_5", dispatch=Dispatch(attention=attention))
+    assert model.dispatch.form_name(model, 1, 1, 25) == over
+    assert (model.dispatch.form_name(model, 1, 1, 24) == over) == (over != "kernel_chosen")
 
 
 # long texts
