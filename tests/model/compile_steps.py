@@ -5,6 +5,7 @@
 For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these, and
 operations that copy the pool."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -53,13 +54,16 @@ class Kind(NamedTuple):
     drafter: Drafter = NOBODY
     evicts: Selection | None = None
     wide: int = WIDE
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the config
 
 
+INDEXERS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "q_lora_rank": 1536}
 KINDS = {
     "bf16": Kind(drafter=Mtp(3)),
     "fp8 cache": Kind({"kv_cache": "fp8"}),
     "fp8 weights": Kind(format="fp8_block"),
     "Q4_K": Kind(format="Q4_K"),
+    "indexers": Kind(drafter=Mtp(3), changes={**INDEXERS, "indexer_types": ("full", "shared", "full")}),
     "naive": Kind({"attention": "naive"}, wide=NARROW),
     "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW),
     "evicting heads": Kind(
@@ -82,6 +86,7 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
 def model_of(kind: Kind) -> Transformer:
     mtp = int(isinstance(kind.drafter, Mtp))
     config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=mtp)
+    config = dataclasses.replace(config, **kind.changes)
     dispatch = Dispatch(device=roofline.DEVICES[DEVICE], **kind.dispatch)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=bool(mtp)))
     graph, state = nnx.split(model)
