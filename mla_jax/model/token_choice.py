@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mla_jax.base import radix, roofline
@@ -22,7 +23,7 @@ from mla_jax.model.block_attention import ChosenTokens, StepCache
 from mla_jax.model.indexer import IndexQueries, index_scores
 from mla_jax.model.mla import Queries
 
-UNSEEN = jnp.uint32(0xFFFFFFFF)  # bits of no score at all, behind those of every score
+UNSEEN = np.uint32(0xFFFFFFFF)  # bits of no score at all, behind those of every score
 Attends = Callable[..., Array]  # as of a Form
 
 
