@@ -12,7 +12,9 @@ from mla_jax.base.families import PRESETS
 
 
 def write(path: Path, metadata: dict | None = None, tensors: dict | None = None, **options) -> Path:
-    """A file of `metadata` {key: (value, kind)} and `tensors` {name: array, or (bytes, block type)}."""
+    """A file of `metadata` {key: (value, kind)} and `tensors` {name: array, or (bytes, block type)}.
+
+    `architecture` is deepseek2 if it is not given; a file of "" has none."""
     alignment = options.pop("alignment", None)
     writer = gguf.GGUFWriter(path, options.pop("architecture", "deepseek2"), **options)
     if alignment:
