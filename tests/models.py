@@ -43,6 +43,7 @@ _EXPERTS = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+_INDEXER = {"index_topk": 24, "index_n_heads": 32, "index_head_dim": 16}  # with few heads many scores are exactly zero, and tie
 _V2 = {
     **_SIZES,
     **_EXPERTS,
@@ -185,12 +186,43 @@ FAMILIES: dict[str, dict] = {
         "rope_theta": 25600000.0,
         "num_nextn_predict_layers": 1,
     },
+    "v32": {
+        **_SIZES,
+        **_EXPERTS,
+        **_INDEXER,
+        "model_type": "deepseek_v32",
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": yarn(40, 1.0, 1.0),
+    },
+    "glm_5": {
+        **_SIZES,
+        **_EXPERTS,
+        **_INDEXER,
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 5,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "num_nextn_predict_layers": 1,
+        "index_n_heads": 24,
+        "index_topk_freq": 3,
+        "index_skip_topk_offset": 2,
+    },
     "youtu": {**_SIZES, "model_type": "youtu", "tie_word_embeddings": True, "rope_theta": 1.6e6},
 }
 
 
 # Families that llama.cpp converts to GGUF, as the architecture deepseek2
 IN_GGUF = ("v2", "v2_lite", "v3", "kimi_k2", "moonlight", "glm_4_7_flash", "youtu")
+
+
+def has_indexer(hf: dict, layer: int) -> bool:
+    if "index_topk" not in hf:
+        return False
+    frequency, offset = hf.get("index_topk_freq", 1), hf.get("index_skip_topk_offset", 2)
+    return layer >= hf["num_hidden_layers"] or max(layer - offset + 1, 0) % frequency == 0
 
 
 def is_moe(hf: dict, layer: int) -> bool:
@@ -210,6 +242,8 @@ def shapes(hf: dict, mtp: bool = False) -> dict[str, tuple[int, ...]]:
         at = f"model.layers.{layer}."
         found |= {at + "input_layernorm.weight": (d,), at + "post_attention_layernorm.weight": (d,)}
         found |= _attention(hf, at + "self_attn.") | _mlp(hf, at, layer)
+        if has_indexer(hf, layer):
+            found |= _indexer(hf, at + "self_attn.indexer.")
         if hf.get("sandwich_norm"):
             found |= {at + "pre_mlp_layernorm.weight": (d,), at + "post_mlp_layernorm.weight": (d,)}
         if hf["model_type"] == "axk1" and is_moe(hf, layer):
@@ -230,6 +264,13 @@ def _attention(hf: dict, at: str) -> dict[str, tuple[int, ...]]:
         found = {at + "q_a_proj.weight": (q, d), at + "q_a_layernorm.weight": (q,), at + "q_b_proj.weight": (query, q)}
     found |= {at + "kv_a_proj_with_mqa.weight": (r + hf["qk_rope_head_dim"], d), at + "kv_a_layernorm.weight": (r,)}
     return found | {at + "kv_b_proj.weight": (up, r), at + "o_proj.weight": (d, n * hf["v_head_dim"])}
+
+
+def _indexer(hf: dict, at: str) -> dict[str, tuple[int, ...]]:
+    d, heads, width = hf["hidden_size"], hf["index_n_heads"], hf["index_head_dim"]
+    norm = {at + "k_norm.weight": (width,), at + "k_norm.bias": (width,)}
+    wide = {at + "wk.weight": (width, d), at + "weights_proj.weight": (heads, d)}
+    return {at + "wq_b.weight": (heads * width, hf["q_lora_rank"])} | wide | norm
 
 
 def _pairs(hf: dict) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
-from mla_jax.base.config_checks import faults
+from mla_jax.base import indexers
+from mla_jax.base.config_checks import LARGEST_OF, faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
     ARCHITECTURES,
@@ -80,6 +81,11 @@ class Config:
     sandwich_norm: bool = False  # what attention and MLP give is normed before it is added
     post_mlp_layernorm: bool = False  # the same for the sum of a layer's experts alone
     num_nextn_predict_layers: int = 0  # MTP
+    index_topk: int | None = None  # tokens that a query attends to, chosen by a lightning indexer; None: all
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    indexer_types: tuple[str, ...] | None = None  # "full" or "shared" per layer; None: all are full
+    indexer_rope_interleave: bool | None = None  # as rope_interleave, of the indexer's queries and keys
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     quantization_config: Quantization | None = None
@@ -154,6 +160,13 @@ class Config:
         if self.mlp_layer_types is not None:
             return self.mlp_layer_types[layer] == "sparse"
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether `layer` chooses tokens by itself; the MTP layers after the last one do."""
+        if self.index_topk is None:
+            return False
+        kinds = self.indexer_types
+        return kinds is None or layer >= self.num_hidden_layers or kinds[layer] == indexers.OWN_CHOICE
 
     @property
     def adds_experts_alone(self) -> bool:
@@ -234,7 +247,7 @@ def _fields(hf: Mapping) -> dict:
     if values["mlp_layer_types"] is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
     values["eos_token_id"] = _as_tuple(values["eos_token_id"])
-    values |= read_rope(hf, values)
+    values |= read_rope(hf, values) | _indexer(hf, values, model_type)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
     return {**values, "notes": _notes(hf, model_type)}
 
@@ -325,14 +338,21 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
             f"config.json of model_type {printable(model_type)} has no kv_lora_rank",
             "models with latent attention have one",
         )
-    if other := [*_other_arithmetic(hf)]:
+    if other := [*_other_arithmetic(hf, model_type)]:
         raise Unsupported("config.json needs arithmetic that is not implemented", *shortened(other, 32))
 
 
-def _other_arithmetic(hf: Mapping) -> Iterator[str]:
+def _other_arithmetic(hf: Mapping, model_type: str) -> Iterator[str]:
     """The keys by which the model computes something that we do not, and their values."""
+    known, kinds = (
+        (indexers.INDEXER_KEYS, indexers.INDEXED_LAYERS)
+        if _indexes(model_type)
+        else ((), ("full_attention",))
+    )
     for key, value in hf.items():
-        is_other = key.startswith(OTHER_PREFIXES) and key not in _KNOWN
+        if key in known:
+            continue
+        is_other = key.startswith(OTHER_PREFIXES) and key not in _SWITCHES
         neutral = SAYING_NOTHING if is_other else NEUTRAL_VALUES.get(key)
         if neutral is not None and value not in neutral:
             yield f"{printable(key)} = {shown(value)} (we compute {neutral[0]!r})"
@@ -340,10 +360,24 @@ def _other_arithmetic(hf: Mapping) -> Iterator[str]:
     if kv_heads is not None and kv_heads != heads:
         yield f"num_key_value_heads = {shown(kv_heads)} (we compute num_attention_heads = {shown(heads)})"
     layers = hf.get("layer_types")
-    if layers is not None and (
-        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
-    ):
-        yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
+    if layers is not None and (not isinstance(layers, list) or any(kind not in kinds for kind in layers)):
+        yield f"layer_types = {shown(layers)} (we compute {kinds[0]} in every layer)"
+
+
+def _indexes(model_type: str) -> bool:
+    """Whether models of this family choose the tokens that they attend to."""
+    return "index_topk" in DEFAULTS.get(model_type, {})
+
+
+def _indexer(hf: Mapping, values: Mapping, model_type: str) -> dict:
+    """The layers that choose; elsewhere all of an indexer's keys say nothing."""
+    if not _indexes(model_type):
+        fields = {f.name: f.default for f in dataclasses.fields(Config)}
+        return {name: fields[name] for name in indexers.INDEXER_FIELDS}
+    layers = values.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= LARGEST_OF["num_hidden_layers"]:
+        return {"indexer_types": None}  # the layers are a fault of their own
+    return {"indexer_types": indexers.types_of_layers(hf, layers)}
 
 
 def _as_tuple(value: object) -> tuple:

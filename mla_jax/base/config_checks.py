@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mla_jax.base import indexers
 from mla_jax.base.errors import printable, shown
 from mla_jax.base.families import PAIRED_LAYERS
 
@@ -44,6 +45,7 @@ SIZES = (
     "zero_expert_num",
 )
 SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts", "dim_model_base")
+SIZES_OF_INDEXERS = ("index_topk", "index_n_heads", "index_head_dim")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -116,6 +118,8 @@ def _sizes(c: "Config") -> list[str]:
     names = [*SIZES, *(name for name in SIZES_IF_GIVEN if getattr(c, name) is not None)]
     if c.n_routed_experts is not None:
         names += SIZES_OF_EXPERTS
+    if c.index_topk is not None:
+        names += SIZES_OF_INDEXERS
     return [fault for name in names if (fault := _size_fault(name, getattr(c, name)))]
 
 
@@ -208,4 +212,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _pairs, _longrope)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _pairs, _longrope, indexers.indexer_faults)

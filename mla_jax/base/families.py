@@ -32,6 +32,7 @@ _V3 = {
 }
 _UNGROUPED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _DENSE = {"n_routed_experts": None, "num_nextn_predict_layers": 0}
+_INDEXER = {"index_topk": 2048, "index_head_dim": 128}  # DeepSeek Sparse Attention
 
 DEFAULTS: dict[str, dict] = {
     "deepseek_v2": _V2,
@@ -121,6 +122,26 @@ DEFAULTS: dict[str, dict] = {
         "rope_theta": 25600000.0,
         "topk_method": "none",
     },
+    "deepseek_v32": {
+        **_V3,
+        **_INDEXER,
+        "index_n_heads": 64,
+        "indexer_rope_interleave": False,
+        "max_position_embeddings": 163840,
+    },
+    "glm_moe_dsa": {
+        **_V3,
+        **_UNGROUPED,
+        **_INDEXER,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 202752,
+    },
     "youtu": {**_DENSE, "q_lora_rank": 1536, "tie_word_embeddings": True, "max_position_embeddings": 131072},
     "unknown": {**_V3, **_DENSE},  # experts only where the config names them
 }
@@ -170,6 +191,8 @@ ARCHITECTURES = {  # the classes that read each model_type, of transformers or o
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "axk1": "AXK1ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "longcat_flash": "LongcatFlashForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
@@ -177,10 +200,7 @@ ARCHITECTURES = {  # the classes that read each model_type, of transformers or o
     "youtu": "YoutuForCausalLM",
 }
 
-_INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
 UNSUPPORTED_TYPES = {
-    "deepseek_v32": _INDEXER,
-    "glm_moe_dsa": _INDEXER,
     "axk2": "its norms and the output of its attention have gates (gated_norm_rank), and it has a lightning indexer",
     "hy_v4": "its attention has gates and sinks, its layers hyper-connections (hc_mult), and it has a lightning indexer",
     "longcat2": "it has n-gram embeddings and a lightning indexer",
@@ -213,7 +233,7 @@ NEUTRAL_VALUES: dict[str, tuple] = {
 }
 
 # All keys that begin so change the arithmetic: query scales that grow with the position, scales of the latents, indexers,
-# hyper-connections. A value that says nothing is accepted.
+# hyper-connections. A value that says nothing is accepted, and so are the keys of an indexer where the family has one.
 OTHER_PREFIXES = ("llama_4_scaling", "mla_scale_", "index_", "indexer_", "hc_")
 SAYING_NOTHING = (None, False, 0, [], {}, "")
 
@@ -312,6 +332,14 @@ PRESETS: dict[str, dict] = {
         "routed_scaling_factor": 16.0,
         **_yarn(40, 0.707),
     },
+    "v3_2": {
+        "model_type": "deepseek_v32",
+        **_sizes(7168, 18432, 61, 128, 129280),
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "quantization_config": _FP8,
+        **_yarn(40, 1.0),
+    },
     "v3": {
         "model_type": "deepseek_v3",
         **_sizes(7168, 18432, 61, 128, 129280),
@@ -369,5 +397,14 @@ PRESETS: dict[str, dict] = {
         **_sizes(7168, 18432, 61, 64, 163840),
         "bos_token_id": 163691,
         "eos_token_id": 163691,
+    },
+    "glm_5_2": {
+        "model_type": "glm_moe_dsa",
+        **_sizes(6144, 12288, 78, 64, 154880),
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "max_position_embeddings": 1 << 20,
+        "rope_theta": 8e6,
+        "eos_token_id": [154820, 154827, 154829],
     },
 }

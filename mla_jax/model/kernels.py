@@ -169,6 +169,21 @@ def mla_decode(
     return jnp.concatenate(out, axis=2), jnp.concatenate(lse, axis=2)
 
 
+def mla_sparse(
+    q_c: Float[Array, "B T N R"],
+    q_pe: Float[Array, "B T N E"],
+    c_kv: Any,
+    k_pe: Float[Array, "G Z E"],
+    slots: Int[Array, "B T K"],
+    counts: Int[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N R"]:
+    """Attention of each query to the first `counts` of its own slots in a pool of latents `[G Z R]`."""
+    from pallas_kernels import mla_sparse as kernel
+
+    return kernel.mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, scale=scale)[0]
+
+
 def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_table: Array) -> int:
     """Into how many parts of equally many heads `queries` (rows, tokens, heads) must be cut for the kernel over latents in E4M3
     to take each; 1 where it takes all at once, or none."""

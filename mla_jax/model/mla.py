@@ -22,12 +22,13 @@ from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
-from mla_jax.model.block_attention import Cached, StepCache
+from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
+from mla_jax.model.indexer import Indexer, Picks
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
 
 if TYPE_CHECKING:
-    from mla_jax.model.dispatch import Selection
+    from mla_jax.model.dispatch import Choosing, Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -49,7 +50,7 @@ def heads(
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
 
-def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def naive(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches every head's key and value, as any transformer does."""
     joined = jnp.concatenate(q, -1)
 
@@ -60,13 +61,13 @@ def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B 
     return held.attend(block).astype(joined.dtype)
 
 
-def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def compressed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
 
-def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def absorbed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
     # `up` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
@@ -82,7 +83,7 @@ def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, 
     return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
 
-def move_elided(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
 
@@ -126,8 +127,9 @@ def rescaled(weight: Float[Array, " R"], factor: float) -> Float[Array, " R"]:
 class MLA(nnx.Module):
     """The attention layer: projections around a form, `x [B T D]` in and out."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, indexes: bool = False):
         self.config = config
+        self.indexer = Indexer(config, rngs) if indexes else None
         if config.q_lora_rank is None:
             self.q_proj = parameter(config, rngs, "heads*query", "model")
         else:
@@ -148,13 +150,17 @@ class MLA(nnx.Module):
         step: Any,
         turns: rope.Turns,
         retrieving: "Selection | None" = None,
-    ) -> tuple[Float[Array, "B T D"], Layer | None]:
+        choosing: "Choosing | None" = None,
+        chosen: Picks = None,
+    ) -> tuple[Float[Array, "B T D"], Layer | None, Picks]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
-        the cached pages alone."""
+        the cached pages alone. With `choosing` it attends to the tokens that the layer's indexer chooses, or to those `chosen` by
+        a layer below; these it returns, too."""
         up, scale = self.up, rope.softmax_scale(self.config)
-        q, kv = rope.grown(self.queries(x), turns), linear(x, self.kv_a_proj[...])
+        c_q = self.query_latent(x)
+        q, kv = rope.grown(self.query_heads(c_q), turns), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_weight, layer, step, self.config)
             new = {}
@@ -162,12 +168,16 @@ class MLA(nnx.Module):
             q = self.turned(q, turns)
             new = form.remembers(*self.keys(kv, turns), up, x)
             layer = None if layer is None else paged.append(layer, new, step.rows)
+        if self.indexer is not None:
+            layer, chosen = self.indexer(x, c_q, turns, layer, step, choosing)
+        attends = form.attends
         if layer is not None and retrieving is not None:
             layer = retrieving.noted(layer, q, up, form.reads)
             attends = functools.partial(retrieving.attended, form.attends)
-        else:
-            attends = form.attends
-        return self.projected(attends(q, StepCache(new, layer, step, form.reads), up, scale)), layer
+        if choosing is not None:
+            attends = functools.partial(choosing.attended, chosen, form.attends)
+        out = attends(q, StepCache(new, layer, step, form.reads), up, scale)
+        return self.projected(out), layer, chosen
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
@@ -196,13 +206,19 @@ class MLA(nnx.Module):
 
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Of the heads whose keys and values this device can make."""
+        return self.query_heads(self.query_latent(x))
+
+    def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
+        """The input of the queries' projection: their normed latent, or `x` itself where they have none."""
         if self.config.q_lora_rank is None:
-            q = linear(x, self.q_proj[...])
-        else:
-            weight = rescaled(self.q_a_norm[...], self.config.q_lora_scale)
-            latent = rms_norm(linear(x, self.q_a_proj[...]), weight, LATENT_NORM_EPS)
-            q = linear(latent, self.q_b_proj[...])
-        q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
+            return x
+        weight = rescaled(self.q_a_norm[...], self.config.q_lora_scale)
+        return rms_norm(linear(x, self.q_a_proj[...]), weight, LATENT_NORM_EPS)
+
+    def query_heads(self, c_q: Float[Array, "B T _"]) -> Float[Array, "B T N H"]:
+        """The queries of a latent."""
+        q = linear(c_q, (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)[...])
+        q = q.reshape(*c_q.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)
 
     def turned(self, q: Float[Array, "B T N H"], turns: rope.Turns) -> Queries:

@@ -40,7 +40,7 @@ class MTP(nnx.Module):
                 rms_norm(embedded, self.enorm[...], self.eps),
                 rms_norm(hidden, self.hnorm[...], self.eps),
             ]
-            (x, _), layer, found = self.block(
+            (x, _, _), layer, found = self.block(
                 linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan
             )
             return rms_norm(x, self.norm[...], self.eps), layer, found

@@ -20,6 +20,11 @@ LAYER_RULES = (
     NameRule("attn.uk", "self_attn.kv_b_proj.weight", "heads*up kv_rank", key_half),
     NameRule("attn.uv", "self_attn.kv_b_proj.weight", "heads*up kv_rank", value_half),
     NameRule("attn.o_proj", "self_attn.o_proj.weight", "model heads*value"),
+    NameRule("attn.indexer.wq_b", "self_attn.indexer.wq_b.weight", "index_heads*index q_rank"),
+    NameRule("attn.indexer.wk", "self_attn.indexer.wk.weight", "index model"),
+    NameRule("attn.indexer.k_norm", "self_attn.indexer.k_norm.weight", "index"),
+    NameRule("attn.indexer.k_norm_bias", "self_attn.indexer.k_norm.bias", "index"),
+    NameRule("attn.indexer.weights_proj", "self_attn.indexer.weights_proj.weight", "index_heads model"),
     NameRule("mlp.gate", "mlp.gate_proj.weight", "mlp model"),
     NameRule("mlp.up", "mlp.up_proj.weight", "mlp model"),
     NameRule("mlp.down", "mlp.down_proj.weight", "model mlp"),
@@ -74,7 +79,9 @@ MODEL_RULES = (
 )
 SCALE = "_scale_inv"  # suffix of the names of FP8 scales
 # Weights that FP8 checkpoints quantise
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlps?)\..*_proj(_with_mqa)?\.weight")
+LINEAR = re.compile(
+    r"model\.layers\.\d+\.((self_attn|mlps?)\.(?!indexer\.).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk))\.weight"
+)
 
 
 # Scales of activations and of the cache, which are not quantised as the checkpoint's maker had it; GPTQ's numbers of groups,

@@ -45,6 +45,10 @@ PUBLISHED = {
                  73448, 10000, 32768, 1, (2, 73440)),
     "longcat_flash": (6144, 56, 64, 12288, 2048, 512, None, 12, 0, 2, 1536, 512, 128, 64, 128, "noaux_tc", "softmax", 1, 1, False,
                       6.0, 0, 131072, 10000000, 131072, 1, (2,)),
+    "v3_2": (7168, 61, 128, 18432, 2048, 256, 1, 8, 3, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 1,
+             129280, 10000, 163840, 0, (1,)),
+    "glm_5_2": (6144, 78, 64, 12288, 2048, 256, 1, 8, 3, 1, 2048, 512, 192, 64, 256, "noaux_tc", "sigmoid", 1, 1, True,
+                2.5, 1, 154880, 8e6, 1 << 20, None, (154820, 154827, 154829)),
 }
 # fmt: on
 ROPE = {
@@ -57,6 +61,8 @@ ROPE = {
     "axk1": None,
     "minicpm3": (1.0, None, 32, 32768),
     "longcat_flash": None,
+    "v3_2": (40, 1.0, 32, 4096),
+    "glm_5_2": None,
 }
 
 
@@ -494,13 +500,78 @@ def test_notes_do_not_make_configs_differ():
     assert hash(Config.from_hf({**V3, "favourite_colour": "blue"})) == hash(Config.from_hf(V3))
 
 
+# ---- layers that choose tokens
+
+V32, GLM_5 = models.FAMILIES["v32"], models.FAMILIES["glm_5"]
+
+
+@pytest.mark.parametrize(("hf", "interleave"), [(V32, False), (GLM_5, True)], ids=["v32", "glm_5"])
+@pytest.mark.parametrize("word", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_words_for_layers_with_an_indexer_are_known(hf, interleave, word):
+    config = Config.from_hf({**hf, "layer_types": [word] * hf["num_hidden_layers"]})
+    assert config == Config.from_hf(hf)
+    assert (config.index_topk, config.index_head_dim, config.indexer_rope_interleave) == (24, 16, interleave)
+    flagged = Config.from_hf({**hf, "indexer_rope_interleave": not interleave})
+    assert flagged.indexer_rope_interleave == (not interleave)
+
+
+def test_sizes_of_an_indexer_that_are_absent_are_those_of_the_release():
+    sizes = ("index_topk", "index_n_heads", "index_head_dim")
+    found = [[getattr(Config.preset(name), size) for size in sizes] for name in ("v3_2", "glm_5_2")]
+    assert found == [[2048, 64, 128], [2048, 32, 128]]
+
+
+def test_layers_of_glm_5_2_with_an_indexer_are_the_published_ones():
+    config = Config.preset("glm_5_2")
+    own = [layer for layer in range(78) if config.has_indexer(layer)]
+    assert own == [0, 1, *range(2, 78, 4)]
+    assert config.has_indexer(78), "MTP's layer"
+
+
+@pytest.mark.parametrize(
+    ("keys", "own"),
+    [
+        ({"index_topk_freq": None}, [0, 1, 2, 3, 4]),
+        ({"index_topk_freq": 1}, [0, 1, 2, 3, 4]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [0, 2, 4]),
+        ({"index_topk_pattern": "FSSFS"}, [0, 3]),
+        ({"index_topk_pattern": ["full", "shared", "full", "full", "shared"]}, [0, 2, 3]),
+        ({"index_topk_pattern": "FSSFS", "indexer_types": ["full"] * 4 + ["shared"]}, [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_the_layers_with_an_indexer_follow_from_the_first_of_three_keys(keys, own):
+    config = Config.from_hf({**GLM_5, **keys})
+    assert [layer for layer in range(5) if config.has_indexer(layer)] == own
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"indexer_types": ["shared", "full", "full", "full", "full"]}, "begins with shared"),
+        ({"indexer_types": ["full"] * 4}, "has 4 entries for 5 layers"),
+        ({"index_topk_pattern": "FSXFS"}, "holds X, expected full or shared"),
+        ({"index_topk": 0}, "index_topk is 0, expected 1 to"),
+        ({"index_n_heads": "many"}, "index_n_heads is .*many"),
+        ({"index_head_dim": 4}, "index_head_dim is 4, expected at least qk_rope_head_dim 8"),
+        ({"q_lora_rank": None}, "q_lora_rank is not set"),
+        ({"index_topk_freq": "often"}, "index_topk_freq is not a whole number"),
+    ],
+    ids=str,
+)
+def test_an_impossible_indexer_is_refused(keys, words):
+    with pytest.raises(BadConfig, match=rf"(?s){words}"):
+        Config.from_hf({**GLM_5, **keys})
+
+
+def test_a_family_with_indexers_is_refused_with_other_layers():
+    with pytest.raises(Unsupported, match=r"layer_types = .*we compute indexed_attention in every layer"):
+        Config.from_hf({**V32, "layer_types": ["indexed_attention", "full_attention", "indexed_attention"]})
+    with pytest.raises(Unsupported, match=r"index_kpool = 4"):
+        Config.from_hf({**GLM_5, "index_kpool": 4})
+
+
 # ---- what we would compute wrongly
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_refused_by_its_name(model_type):
-    with pytest.raises(Unsupported, match=rf"{model_type} is known but not supported yet\n.*lightning indexer"):
-        Config.from_hf({**V3, "model_type": model_type, "index_topk": 2048, "index_n_heads": 64})
 
 
 @pytest.mark.parametrize(("model_type", "reason"), [("axk2", "gates"), ("hy_v4", "sinks"), ("longcat_flash_ngram", "n-gram")])
@@ -855,7 +926,7 @@ def test_random_content_gives_a_valid_config_or_our_own_error(family, changes, r
     numbers = [x for x in (*vars(config).values(), *vars(config.rope_scaling or object).values()) if isinstance(x, int | float)]
     assert all(abs(x) < 1e15 for x in numbers)
     assert 0 < config.num_hidden_layers <= 1000
-    assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts
+    assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts + config.zero_expert_num
 
 
 @settings(max_examples=200)

@@ -347,6 +347,12 @@ def test_released_configs_can_be_said(name):
     assert keys["deepseek2.block_count"] == blocks
 
 
+@pytest.mark.parametrize("name", ["v3_2", "glm_5_2"])
+def test_models_with_indexers_are_refused(name):
+    with pytest.raises(Unsupported, match=r"(?s)deepseek2 cannot describe this model.*index_topk is 2048"):
+        architecture(Config.preset(name), True, False)
+
+
 # ---- all or nothing
 
 

@@ -22,7 +22,13 @@ STEPS = 24
 
 
 # Folders as released, and not as transformers saves them, with the family of each
-RELEASED = {"v3_mtp": "v3", "pangu_ultra_moe": "pangu_ultra_moe", "longcat_flash": "longcat_flash"}
+RELEASED = {
+    "v3_mtp": "v3",
+    "v32": "v32",
+    "glm_5": "glm_5",
+    "pangu_ultra_moe": "pangu_ultra_moe",
+    "longcat_flash": "longcat_flash",
+}
 
 
 def main():
@@ -51,7 +57,8 @@ def write_as_released(folder: Path, hf: dict):
 
 
 def _tokens(hf: dict) -> np.ndarray:
-    return np.random.default_rng(1).integers(2, hf["vocab_size"], (2, 20))
+    length = 200 if "index_topk" in hf else 20  # many times the tokens that each attends to
+    return np.random.default_rng(1).integers(2, hf["vocab_size"], (2, length))
 
 
 def _write(folder: Path, model, hf: dict, more: dict):

@@ -54,14 +54,16 @@ class Kind(NamedTuple):
     evicts: Selection | None = None
     wide: int = WIDE
     preset: str = "v2_lite"
-    changes: Mapping[str, int] = MappingProxyType({})
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the config
 
 
+INDEXERS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "q_lora_rank": 1536}
 KINDS = {
     "bf16": Kind(drafter=Mtp(3)),
     "fp8 cache": Kind({"kv_cache": "fp8"}),
     "fp8 weights": Kind(format="fp8_block"),
     "Q4_K": Kind(format="Q4_K"),
+    "indexers": Kind(drafter=Mtp(3), changes={**INDEXERS, "indexer_types": ("full", "shared", "full")}),
     "naive": Kind({"attention": "naive"}, wide=NARROW),
     "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW),
     "evicting heads": Kind(

@@ -26,6 +26,8 @@ CLASSES = {
     "minicpm3": (transformers.MiniCPM3Config, transformers.MiniCPM3ForCausalLM),
     "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
     "pangu_ultra_moe": (transformers.DeepseekV3Config, PanguForCausalLM),
+    "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }
 
@@ -74,14 +76,27 @@ def greedy(model, prompt: list[int], steps: int) -> list[int]:
 @torch.no_grad()
 def mtp_logits(model, tokens: np.ndarray) -> np.ndarray:
     """The first MTP layer's logits for token t + 2 at every t, given the true token t + 1."""
-    if not hasattr(model.config, "num_mtp_layers"):  # GLM-4.7-Flash has an MTP layer that its class does not know of
+    if not hasattr(model.config, "num_mtp_layers"):  # some have an MTP layer that their class does not know of
         model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]
+        model.config.mtp_layer_types = [*(getattr(model.config, "layer_types", None) or [])[-1:]]
     # where it looks for the MTP weights: the class names the released model's layer number only
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]
     mtp = MtpModel.from_pretrained(model).to(torch.float32)
     mtp.set_attn_implementation("eager")
-    hidden = model.model(torch.tensor(tokens[:, :-1])).last_hidden_state
+    hidden, following = model.model(torch.tensor(tokens[:, :-1])).last_hidden_state, torch.tensor(tokens[:, 1:])
     positions = torch.arange(1, tokens.shape[1]).expand(tokens.shape[0], -1)
+    if hasattr(model.config, "index_topk"):
+        return mtp._project_to_logits(_indexed_mtp(mtp, hidden, following, positions)).numpy()
     cache = transformers.cache_utils.MtpCache(config=model.config.get_mtp_config())
-    out = mtp.forward_layer(0, hidden, positions, cache, input_ids=torch.tensor(tokens[:, 1:]))
+    out = mtp.forward_layer(0, hidden, positions, cache, input_ids=following)
     return mtp._project_to_logits(out).numpy()
+
+
+def _indexed_mtp(mtp, hidden: torch.Tensor, following: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The first MTP layer around a block with an indexer, for which MtpModel makes no mask: its parts, one after the other."""
+    layer, tokens = mtp.layers[0], following.shape[1]
+    joined = torch.cat([layer.enorm(mtp.embed_tokens(following)), layer.hnorm(hidden)], dim=-1)
+    mask = torch.full((1, 1, tokens, tokens), -torch.inf).triu(1)
+    turns = mtp.rotary_emb(hidden, position_ids=positions)
+    found = layer.mtp_block(layer.eh_proj(joined), attention_mask=mask, position_embeddings=turns, position_ids=positions)
+    return layer.post_norm(found[0] if isinstance(found, tuple) else found)

@@ -9,8 +9,10 @@ import ml_dtypes
 import models
 import numpy as np
 import pytest
+from flax import nnx
 from weights import fp8, parameters
 
+from mla_jax.base.batch import Batch
 from mla_jax.base.qtensor import QTensor, dequantize
 from mla_jax.weights import safetensors
 from mla_jax.weights.fill import IN_FLIGHT
@@ -229,3 +231,22 @@ def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
     loaded(tmp_path, V3, weights)
     assert len(most) > 100
     assert 1 < max(most) <= 3 * IN_FLIGHT
+
+
+def test_an_indexers_projections_stay_packed_and_its_weights_stay_float32(tmp_path):
+    hf, block = models.FAMILIES["glm_5"], (8, 8)
+    packed = fp8.quantized(models.tensors(hf), block)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*block]}
+    models.write(tmp_path / "packed", hf | {"quantization_config": settings}, packed)
+    models.write(tmp_path / "plain", hf, fp8.dequantized(packed, block))
+    found = load(tmp_path / "packed", dtype="bfloat16").layers[0].attn.indexer
+    kinds = {path[0]: value.get_value() for path, value in nnx.to_flat_state(nnx.state(found, nnx.Param))}
+    assert {name: value.dtype.name for name, value in kinds.items()} == {
+        "wq_b": "bfloat16", "wk": "bfloat16", "weights_proj": "float32", "k_norm": "bfloat16", "k_norm_bias": "bfloat16"
+    }  # fmt: skip
+    logits = [load(tmp_path / name) for name in ("packed", "plain")]
+    assert logits[0].layers[0].attn.indexer.wq_b.get_value().format == "fp8_block_8x8"
+    assert logits[0].layers[0].attn.indexer.wk.get_value().format == "fp8_block_8x8"
+    tokens = jnp.asarray(np.random.default_rng(0).integers(2, 96, (2, 60)), jnp.int32)
+    one, other = (np.asarray(m.unembed(m(tokens, Batch.dense(2, 60))[0])) for m in logits)
+    np.testing.assert_allclose(one, other, atol=1e-4 * other.std())
