@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import qtensor
 from mla_jax.base.axes import TENSOR
@@ -303,6 +303,25 @@ def operand(w: Weight, dtype: jnp.dtype) -> Any:
     if isinstance(w, QTensor) and w.reordered:
         return qtensor.as_packed(w)
     return Fp8(*w.parts) if isinstance(w, QTensor) and w.format == "fp8_block" else plain(w, dtype)
+
+
+def router(
+    logits: Float[Array, "n X"],
+    bias: Float[Array, " X"] | None,
+    some: Bool[Array, " n"] | None,
+    **rule: Any,
+) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
+    """The chosen experts and their weights, by the fields of a kernel's `Rule`; the id X for tokens that are not in `some`."""
+    from pallas_kernels import router as kernel
+
+    return kernel.router(logits, bias, some, rule=kernel.Rule(**rule))
+
+
+def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
+    """Where the k largest numbers of each row are, of equals the first before the next."""
+    from pallas_kernels.router import xla
+
+    return xla.largest(x, k)
 
 
 def moe_decode(
