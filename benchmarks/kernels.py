@@ -28,6 +28,7 @@ OPS = (
     "ragged_dot",
     "quantized_matmul",
     "rope_append",
+    "router",
 )
 
 

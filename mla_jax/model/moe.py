@@ -48,7 +48,7 @@ class Router(nnx.Module):
 def rule_of(config: Config) -> dict[str, Any]:
     """How experts are chosen and weighed, as `kernels.router` takes it.
 
-    V2 rates a group by its best expert, V3 by its two best. V2's released code normalises or scales, V3's does both."""
+    V2's released code normalises or scales, V3's does both."""
     v2, chosen = config.topk_method != "noaux_tc", config.num_experts_per_tok or 1
     normalise = config.norm_topk_prob and not (v2 and chosen == 1)
     groups = 1 if config.topk_method == "greedy" else config.n_group or 1
@@ -58,7 +58,6 @@ def rule_of(config: Config) -> dict[str, Any]:
         "n_group": groups,
         "topk_group": min(config.topk_group or groups, groups),
         "norm_topk_prob": normalise,
-        "best": 1 if v2 else 2,
         "scale": 1.0 if normalise and v2 else config.routed_scaling_factor,
     }
 

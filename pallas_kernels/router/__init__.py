@@ -1,14 +1,14 @@
 """The routers of DeepSeek-V2 and V3, from scores to chosen experts and their weights: the contract, and the choice of
 implementation.
 
-Of equals the first expert comes before the next. With a bias experts are chosen by score plus bias and weighed by score."""
+Of equals the first expert comes before the next. With a bias, as in V3, experts are chosen by score plus bias and weighed by
+score, and a group is rated by its two best experts; without, as in V2, by its best one."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import choice
 from pallas_kernels.choice import Unsupported
@@ -28,7 +28,6 @@ class Rule(NamedTuple):
     n_group: int = 1
     topk_group: int = 1  # groups whose experts may be chosen
     norm_topk_prob: bool = False  # weights are divided by their sum
-    best: int = 1  # experts of a group whose sum rates it: 1 in V2, 2 in V3
     scale: float = 1.0  # of the weights
 
 

@@ -6,7 +6,6 @@ the token's scores, so that no warp waits for another: a lane holds every 32nd o
 import functools
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -25,25 +24,27 @@ def _without(x, column, at):
     return jnp.where(column == at, -jnp.inf, x)
 
 
-def _ratings(choice, column, rule):
-    """A number per group."""
+def _ratings(choice, column, rule, best_of):
+    """Per group the sum of its best experts."""
     each = column.shape[0] // rule.n_group
     for group in range(rule.n_group):
         inside = (column >= group * each) & (column < (group + 1) * each)
         members = jnp.where(inside, choice, -jnp.inf)
         best = jnp.max(members)
-        if min(rule.best, each) == 2:
+        if min(best_of, each) == 2:
             best += jnp.max(_without(members, column, _first(members == best, column)))
         yield best
 
 
-def _within_groups(choice, column, rule):
+def _within_groups(choice, column, rule, best_of):
     """-inf for experts outside the best groups."""
     if rule.topk_group == rule.n_group:
         return choice
-    ratings, each = list(_ratings(choice, column, rule)), column.shape[0] // rule.n_group
+    ratings, each = list(_ratings(choice, column, rule, best_of)), column.shape[0] // rule.n_group
     for group, mine in enumerate(ratings):
-        before = [other >= mine for other in ratings[:group]] + [other > mine for other in ratings[group + 1 :]]
+        before = [other >= mine for other in ratings[:group]] + [
+            other > mine for other in ratings[group + 1 :]
+        ]
         rank = sum(x.astype(jnp.int32) for x in before)
         most = jnp.where(rank < rule.topk_group, jnp.inf, -jnp.inf)
         inside = (column >= group * each) & (column < (group + 1) * each)
@@ -65,7 +66,7 @@ def _kernel(logits_g, *refs, rule, has_bias, has_some):
     logits = plgpu.load(logits_g.at[token], layout=SCORES, optimized=False)
     scores = _scores(logits, rule)
     choice = scores + plgpu.load(given[0], layout=SCORES, optimized=False) if has_bias else logits
-    choice = _within_groups(choice, column, rule)
+    choice = _within_groups(choice, column, rule, 2 if has_bias else 1)
     chosen = []
     for k in range(rule.num_experts_per_tok):
         at = _first(choice == jnp.max(choice), column)

@@ -12,7 +12,9 @@ def router(logits, bias, some, *, rule):
         scores = scored(np.asarray(logits[t], np.float64), rule)
         choice = scores if bias is None else scores + np.asarray(bias, np.float64)
         order = np.argsort(-choice, kind="stable")
-        ids[t] = order[np.isin(order, open_experts(choice, rule))][: rule.num_experts_per_tok]
+        ids[t] = order[np.isin(order, open_experts(choice, rule, 1 if bias is None else 2))][
+            : rule.num_experts_per_tok
+        ]
         weights[t] = scores[ids[t]] * rule.scale
         if rule.norm_topk_prob:
             weights[t] /= scores[ids[t]].sum() + 1e-20
@@ -26,8 +28,8 @@ def scored(logits, rule):
     return shares / shares.sum()
 
 
-def open_experts(choice, rule):
-    """The experts of the best groups."""
+def open_experts(choice, rule, best):
+    """The experts of the groups whose `best` experts have the largest sums."""
     members = np.arange(len(choice)).reshape(rule.n_group, -1)
-    rating = np.sort(choice[members], axis=1)[:, -rule.best :].sum(1)
+    rating = np.sort(choice[members], axis=1)[:, -best:].sum(1)
     return members[np.argsort(-rating, kind="stable")[: rule.topk_group]]

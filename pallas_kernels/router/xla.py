@@ -11,7 +11,7 @@ def router(logits, bias, some, *, rule):
     scores = jax.nn.softmax(logits) if rule.scoring_func == "softmax" else jax.nn.sigmoid(logits)
     # without a bias logits are in the same order, and need not wait for the scores
     choice = logits if bias is None else scores + bias
-    ids = largest(within_groups(choice, rule), rule.num_experts_per_tok)
+    ids = largest(within_groups(choice, rule, 1 if bias is None else 2), rule.num_experts_per_tok)
     weights = weighed(jnp.take_along_axis(scores, ids, axis=-1), rule)
     return (ids if some is None else jnp.where(some[:, None], ids, logits.shape[1])), weights
 
@@ -23,12 +23,12 @@ def weighed(chosen, rule):
     return chosen if rule.scale == 1 else chosen * rule.scale
 
 
-def within_groups(choice, rule):
-    """`[n X]` with -inf for experts outside the best `topk_group` groups."""
+def within_groups(choice, rule, best):
+    """`[n X]` with -inf for experts outside the groups whose `best` experts have the largest sums."""
     if rule.topk_group == rule.n_group:
         return choice
     members = choice.reshape(-1, rule.n_group, choice.shape[-1] // rule.n_group)
-    rating = members.max(-1) if rule.best == 1 or members.shape[-1] == 1 else best_two(members)
+    rating = members.max(-1) if best == 1 or members.shape[-1] == 1 else best_two(members)
     is_open = ranks(rating) < rule.topk_group
     return jnp.where(is_open[:, :, None], members, -jnp.inf).reshape(choice.shape)
 

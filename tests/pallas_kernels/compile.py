@@ -104,7 +104,7 @@ def route(n, X, bias, **rule):
     return call, (f32((n, X)), f32((X,)) if bias else None, jax.ShapeDtypeStruct((n,), jnp.bool))
 
 
-V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True, "best": 2}
+V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True}
 
 PROGRAMS = [
     (append, (1, 1, 16, 192, 512, 64, 90000, 64)),  # more numbers than 32 bits count
