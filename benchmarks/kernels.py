@@ -27,6 +27,7 @@ OPS = (
     "moe_decode",
     "ragged_dot",
     "quantized_matmul",
+    "rms_norm",
     "rope_append",
     "router",
 )

@@ -465,7 +465,9 @@ def router_inputs(case: RouterCase, seed: int = 0) -> dict:
     some[rng.permutation(case.tokens)[: case.padding]] = False
 
     def steps(*shape):
-        return 0.25 if case.equal else np.round(4 * rng.standard_normal(shape)) / 4 + 0.0  # sorting tells -0 from 0
+        return (
+            0.25 if case.equal else np.round(4 * rng.standard_normal(shape)) / 4 + 0.0
+        )  # sorting tells -0 from 0
 
     logits = np.where(some[:, None], steps(case.tokens, case.experts), np.nan)
     logits = np.broadcast_to(logits, (case.tokens, case.experts))
@@ -482,6 +484,38 @@ def router_error(got, wanted, inputs: dict) -> float:
     some = np.ones(len(wanted[0]), bool) if inputs["some"] is None else np.asarray(inputs["some"])
     same = np.array_equal(got[0], wanted[0])
     return error(got[1][some], wanted[1][some]) if same else np.inf
+
+
+class RmsNormCase(NamedTuple):
+    name: str
+    rows: int
+    width: int
+    size: float = 1.0
+
+
+RMS_NORM = [
+    RmsNormCase("V2-Lite", 1, 2048),
+    RmsNormCase("V3", 1, 7168),
+    RmsNormCase("narrow", 1, 128),
+    RmsNormCase("an odd number of lines", 1, 640, size=1e-3),
+    RmsNormCase("zeros", 1, 256, size=0.0),
+]
+
+
+def rms_norm_inputs(case: RmsNormCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random inputs; the two summands differ in size."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    shape = case.rows, case.width
+    arrays = {
+        "x": case.size * normal(*shape),
+        "y": 3 * case.size * normal(*shape),
+        "weight": normal(case.width),
+    }
+    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()}
 
 
 class HeadsDecodeCase(NamedTuple):

@@ -317,6 +317,17 @@ def router(
     return kernel.router(logits, bias, some, rule=kernel.Rule(**rule))
 
 
+def add_rms_norm(
+    x: Float[Array, "*B D"], y: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """`x + y`, and its RMS norm."""
+    from pallas_kernels import rms_norm as kernel
+
+    rows = (a.reshape(-1, a.shape[-1]) for a in (x, y))
+    total, normed = kernel.add_rms_norm(*rows, weight, eps=eps)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+
+
 def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     """Where the k largest numbers of each row are, of equals the first before the next."""
     from pallas_kernels.router import xla

@@ -19,7 +19,7 @@ from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.kernels import linear
+from mla_jax.model.kernels import add_rms_norm, linear
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
@@ -50,9 +50,8 @@ class Block(nnx.Module):
                 y, found["watched"] = self.attn.watched(
                     normed, layer, plan.form, plan.shared, plan.turns, plan.watch
                 )
-        x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
-            y = rms_norm(x, self.mlp_norm[...], self.eps)
+            x, y = add_rms_norm(x, y, self.mlp_norm[...], self.eps)
             load = left = None
             if isinstance(self.mlp, MoE):
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
