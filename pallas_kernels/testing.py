@@ -491,6 +491,7 @@ class RmsNormCase(NamedTuple):
     rows: int
     width: int
     size: float = 1.0
+    adds: bool = True  # a second row
 
 
 RMS_NORM = [
@@ -499,22 +500,17 @@ RMS_NORM = [
     RmsNormCase("narrow", 1, 128),
     RmsNormCase("an odd number of lines", 1, 640, size=1e-3),
     RmsNormCase("zeros", 1, 256, size=0.0),
+    RmsNormCase("V3's queries", 1, 1536, adds=False),
 ]
 
 
 def rms_norm_inputs(case: RmsNormCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random inputs; the two summands differ in size."""
+    """Random inputs; two summands differ in size."""
     rng = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    shape = case.rows, case.width
-    arrays = {
-        "x": case.size * normal(*shape),
-        "y": 3 * case.size * normal(*shape),
-        "weight": normal(case.width),
-    }
+    names = ("x", "y") if case.adds else ("x",)
+    rows = rng.standard_normal((len(names), case.rows, case.width)) * case.size
+    arrays = {name: 3**i * row for i, (name, row) in enumerate(zip(names, rows, strict=True))}
+    arrays["weight"] = rng.standard_normal(case.width)
     return {name: jnp.asarray(a, dtype) for name, a in arrays.items()}
 
 

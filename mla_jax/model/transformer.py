@@ -19,11 +19,11 @@ from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.kernels import add_rms_norm, linear
+from mla_jax.model.kernels import add_rms_norm, linear, rms_norm
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import norm_weight, parameter, rms_norm, take
+from mla_jax.model.ops import norm_weight, parameter, take
 
 
 class Block(nnx.Module):

@@ -105,8 +105,9 @@ def route(n, X, bias, **rule):
     return call, (f32((n, X)), f32((X,)) if bias else None, jax.ShapeDtypeStruct((n,), jnp.bool))
 
 
-def norm(width):
-    return functools.partial(norm_gpu.add_rms_norm, eps=1e-6), (bf16((1, width)), bf16((1, width)), bf16((width,)))
+def norm(width, adds):
+    row = bf16((1, width))
+    return functools.partial(norm_gpu.rms_norm, eps=1e-6), (row, bf16((width,)), *[row] * adds)
 
 
 V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True}
@@ -139,8 +140,8 @@ PROGRAMS = [
     (sparse, (128, 1, 128, 2048, 512, True)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
-    (norm, (2048,)),
-    (norm, (7168,)),
+    (norm, (1536, False)),
+    (norm, (7168, True)),
     (route, (1, 64, False), {"num_experts_per_tok": 6}),
     (route, (256, 160, False), {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}),
     (route, (64, 256, True), {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4} | V3),
