@@ -9,6 +9,7 @@ full, and a tenth of them kept (each head other ones). Rows read random pages of
 page is read by several: no machine holds 64 rows of 128k tokens of heads. The attention's time is the step's less that of a step
 with one page cached; it includes the choice of pages. The floor is the bytes that attention reads over the bandwidth."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ from mla_jax.decode.rows import ADMITTED
 from mla_jax.model.dispatch import Dispatch
 
 SHARE, POOL = 10, 40e9  # what is kept or chosen is a tenth; bytes
-STEPS, DISPATCHES = 8, 3
+STEPS, DISPATCHES = 32, 4
+LONG, FEW = 3e11, 8  # bytes that attention reads in a step, from which so many steps are enough
 Row = dict[str, Any]
 
 
@@ -75,8 +77,7 @@ class Steps:
 
     def width(self, held: int) -> int:
         """Pages of a row's table."""
-        read = held // SHARE if self.way.keeps else held
-        return -(-(read + STEPS * (DISPATCHES + 1)) // PAGE) + 1
+        return -(-(self.read(held) + STEPS * (DISPATCHES + 1)) // PAGE) + 1
 
     def start(self, rows: int, held: int) -> None:
         """Begins to compile."""
@@ -89,15 +90,20 @@ class Steps:
             them = first + np.arange(ADMITTED, dtype=np.int32)
             self.rows = self.programs.admit(self.rows, them, entry(first, held, 0.0, 1.0))
         table = self._table(rows, width, held)
-        self._run(at, table)
+        count = FEW if rows * self.read(held) * self.bytes > LONG else STEPS
+        jax.block_until_ready(self._run(at, table, 1))
         start = time.perf_counter()
         for _ in range(DISPATCHES):
-            found = self._run(at, table)
+            found = self._run(at, table, count)
         jax.block_until_ready(found)
-        return (time.perf_counter() - start) / DISPATCHES / STEPS
+        return (time.perf_counter() - start) / DISPATCHES / count
 
-    def _run(self, at: np.ndarray, table: Any) -> Any:
-        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, at, table, np.int32(STEPS))
+    def read(self, held: int) -> int:
+        """Tokens of a row that full attention, or attention to what is kept, reads."""
+        return held // SHARE if self.way.keeps else held
+
+    def _run(self, at: np.ndarray, table: Any, steps: int) -> Any:
+        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, at, table, np.int32(steps))
         return found
 
     def _table(self, rows: int, width: int, held: int) -> Any:
@@ -123,16 +129,16 @@ def measured(
         for held in lengths:
             width = steps.width(held if way.keeps or way.chooses else widest)
             ms, empty = (1e3 * steps.seconds(rows, width, tokens) for tokens in (held, PAGE))
-            read = held // SHARE if way.keeps else held
-            floor = rows * read * steps.bytes / report.device().bandwidth * 1e3
+            layers = len(model.layers)
+            floor = rows * steps.read(held) * steps.bytes / report.device().bandwidth * 1e3
             found = {
                 "way": name,
                 "rows": rows,
                 "cached tokens": held,
                 "ms a step": ms,
-                "attention's ms": ms - empty,
+                "attention, us a layer": 1e3 * (ms - empty) / layers,
             }
-            yield found | ({} if way.chooses else {"of the floor": floor / (ms - empty)})
+            yield found | ({} if way.chooses else {"floor, us a layer": 1e3 * floor / layers})
 
 
 def main() -> None:
@@ -140,15 +146,18 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--held", nargs="+", type=int, help="cached tokens of a row")
+    parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     options = parser.parse_args()
     scale = SMALL if options.small else FULL
-    model, found = random_model(scale.config, "bf16"), []
+    layers = options.layers or scale.config.num_hidden_layers
+    config, found = dataclasses.replace(scale.config, num_hidden_layers=layers), []
+    model = random_model(config, "bf16")
     for name in options.ways:
         for row in measured(model, name, scale, options.rows or scale.rows, options.held or scale.held):
             found.append(row)
             print(row, flush=True)
-    report.show(found, options.out, benchmark="kept_steps", small=options.small)
+    report.show(found, options.out, benchmark="kept_steps", layers=layers, small=options.small)
 
 
 if __name__ == "__main__":

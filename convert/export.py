@@ -169,8 +169,8 @@ def _layout(config: Config, format: str, shape: tuple[int, ...], path: str) -> F
     """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has.
 
     Codes that were quantised here and do not fill their groups are refused too: compressed-tensors has none such."""
-    found = config.quantization_config
-    if found is None and (format == "fp8_block" or shape[-1] % format_of(format).block[1] == 0):
+    found, columns = config.quantization_config, format_of(format).block[1] or shape[-1]
+    if found is None and (format == "fp8_block" or shape[-1] % columns == 0):
         found = read_quantization(SETTINGS.get(format))
     layouts = map(layout_of, found.schemes if found else ())
     layout = next((layout for layout in layouts if layout.format == format), None)

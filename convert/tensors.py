@@ -1,6 +1,6 @@
 """The tensors to write: their stored names, their sources, and the conversion of their number format."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -172,20 +172,30 @@ def _piece(job: Job, checkpoint: Checkpoint, i: int) -> tuple[Parts, int]:
 
 
 def converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
-    """A piece in the job's format, converted some rows at a time; unchanged if it has that format."""
+    """A piece in the job's format; unchanged if it has that format."""
     if job.format == job.stored:
         return raw
-    block = lcm(_sharing(job.stored, shape), _sharing(job.format, shape))
+    like, sharing = _parts_like(job.format, shape), _sharing(job.format, shape)
+    return by_rows(raw, job.stored, shape, like, sharing, lambda rows, size: _converted(rows, job, size))
+
+
+def by_rows(
+    raw: Parts,
+    stored: str,
+    shape: tuple[int, ...],
+    like: Sequence[jax.ShapeDtypeStruct],
+    sharing: int,
+    convert: Callable[[Parts, tuple[int, ...]], Parts],
+) -> Parts:
+    """Arrays `like` these, filled by `convert` with some rows of a piece at a time, of which `sharing` share an entry there."""
+    block = lcm(_sharing(stored, shape), sharing)
     step = block * max(1, ROWS // (block * prod(shape[1:])))
-    filled: Parts = ()
+    filled = tuple(np.empty(part.shape, part.dtype) for part in like)
     for start in range(0, shape[0], step):
         end = min(start + step, shape[0])
-        rows = _rows(raw, start, end, _sharing(job.stored, shape), shape[0])
-        parts = _converted(rows, job, (end - start, *shape[1:]))
-        filled = filled or tuple(np.empty(like.shape, like.dtype) for like in _parts_like(job.format, shape))
-        for whole, part in zip(
-            _rows(filled, start, end, _sharing(job.format, shape), shape[0]), parts, strict=True
-        ):
+        rows = _rows(raw, start, end, _sharing(stored, shape), shape[0])
+        parts = convert(rows, (end - start, *shape[1:]))
+        for whole, part in zip(_rows(filled, start, end, sharing, shape[0]), parts, strict=True):
             whole[...] = part
     return filled
 

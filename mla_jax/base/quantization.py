@@ -14,6 +14,8 @@ from mla_jax.base.config_checks import MAX_FIELD
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 
 NO_INPUT_SCALES = "activations are not quantised: input scales of the checkpoint are not used"
+# Of FP8 by tensor. NVFP4's scale of an input only brings those of its groups, which each pass computes, into range.
+FIXED_INPUT_SCALES = "activations are rounded by fixed scales (input_scale) there, which is not computed here"
 NO_CACHE_SCALES = "the cache is not quantised as the checkpoint says: its k_scale and v_scale are not used"
 
 
@@ -82,8 +84,7 @@ def quantization_notes(given: object) -> Iterator[str]:
     if not isinstance(given, Mapping):
         return
     groups = [group for group in _object(given.get("config_groups")).values() if isinstance(group, Mapping)]
-    of_inputs = any(group.get("input_activations") for group in groups)
-    if of_inputs or given.get("activation_scheme") == "static" or given.get("quant_algo"):
+    if any(group.get("input_activations") for group in groups) or given.get("quant_algo"):
         yield NO_INPUT_SCALES
     if given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo"):
         yield NO_CACHE_SCALES
@@ -109,7 +110,10 @@ def _refuse(method: str, faults: list[str]) -> None:
 
 def _deepseek(given: _Settings) -> Quantization:
     """FP8 as DeepSeek releases it, or with one scale for each tensor or row, as transformers writes it."""
-    _refuse("fp8", _others(given, fmt=("e4m3",), quant_algo=(None, "e4m3")))
+    faults = _others(given, fmt=("e4m3",), quant_algo=(None, "e4m3"))
+    if given.get("activation_scheme") == "static":
+        faults.append(f"activation_scheme = 'static': {FIXED_INPUT_SCALES}")
+    _refuse("fp8", faults)
     found = given.get("weight_block_size", (128, 128))
     block = _block(found)
     if found is not None and block is None:
@@ -160,7 +164,14 @@ def _of_group(group: object, where: str, format: object) -> _Found:
     weights = _object(group["weights"])
     strategy = "group" if weights.get("group_size") else "tensor"
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy}  # the library's
-    return COMPRESSED[format](defaults | {**weights}, where + ".weights.")
+    faults, schemes = COMPRESSED[format](defaults | {**weights}, where + ".weights.")
+    if COMPRESSED[format] is _float_quantized and _has_fixed_scales(group.get("input_activations")):
+        faults.append(f"{where}.input_activations.dynamic = False: {FIXED_INPUT_SCALES}")
+    return faults, schemes
+
+
+def _has_fixed_scales(activations: object) -> bool:
+    return bool(activations) and not _object(activations).get("dynamic", False)  # the library's default
 
 
 def _pack_quantized(weights: _Settings, where: str) -> _Found:
@@ -268,8 +279,10 @@ def _modelopt(given: _Settings) -> tuple[Scheme, ...]:
     """NVIDIA's quantiser; in a mixture each layer has an algorithm."""
     layers = [_object(layer) for layer in _object(given.get("quantized_layers")).values()]
     settings = layers if given.get("quant_algo") == "MIXED_PRECISION" else [given]
-    known = {"quant_algo": (None, *MODELOPT), "group_size": (16, None)}
+    known = {"quant_algo": (None, *MODELOPT, BY_TENSOR), "group_size": (16, None)}
     faults = dict.fromkeys(fault for layer in settings for fault in _others(layer, **known))
+    if any(layer.get("quant_algo") == BY_TENSOR for layer in settings):
+        faults[f"quant_algo = {BY_TENSOR!r}: {FIXED_INPUT_SCALES}"] = None
     algorithms = dict.fromkeys(str(layer["quant_algo"]) for layer in settings if layer.get("quant_algo"))
     if not algorithms:
         found = shown(given.get("quant_algo"))
@@ -278,9 +291,9 @@ def _modelopt(given: _Settings) -> tuple[Scheme, ...]:
     return tuple(MODELOPT[name] for name in algorithms)
 
 
+BY_TENSOR = "FP8"  # ModelOpt's name of it; the scales of its activations are fixed
 MODELOPT = {  # by algorithm
     "NVFP4": Scheme("nvfp4", (1, 16)),
-    "FP8": Scheme("float-quantized", OF_MATRIX),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float-quantized", OF_ROW),
 }
 METHODS: dict[str, Callable[[_Settings], tuple[Scheme, ...]]] = {

@@ -79,7 +79,7 @@ class LLM:
             self._load(opened, progress)
 
     def _load(self, opened: Opened, progress: Progress | None) -> None:
-        self.name = opened.name
+        self.name, self._about = opened.name, opened.about
         self.options = opened.options
         self.config = opened.config
         self.notes = opened.notes
@@ -315,7 +315,13 @@ class LLM:
     def explain(self) -> str:
         """Lines on the placement of the work and the reasons."""
         lines = explain(
-            self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction
+            self.model,
+            self._formats,
+            self.plan,
+            self.placement,
+            self.engine.drafting,
+            self.options.eviction,
+            self._about,
         )
         lines.append(explain_programs(self._programs, self.plan))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -93,14 +93,17 @@ def _from_gguf(source: Source) -> Text:
     )
 
 
+# sampling default -> its key in a GGUF file
+GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+}
+
+
 def _gguf_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling as the file recommends it, else greedy."""
-    keys = {
-        "temperature": "general.sampling.temp",
-        "top_k": "general.sampling.top_k",
-        "top_p": "general.sampling.top_p",
-    }
-    given = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    given = {name: metadata[key] for name, key in GGUF_SAMPLING.items() if key in metadata}
     return _checked({"temperature": 0.0, "top_k": 0, "top_p": 1.0} | given, "the file's general.sampling")
 
 

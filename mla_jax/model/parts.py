@@ -87,6 +87,17 @@ def packed_shapes(model: Transformer) -> list[tuple[int, ...]]:
     return [value.shape for _, value in _values(model) if isinstance(value, QTensor)]
 
 
+def unpacked_bytes(model: Transformer) -> dict[str, int]:
+    """Bytes of weights, by format, that XLA unpacks before every product: packed ones in a file's order.
+
+    Of an embedding rows are looked up, and these alone are unpacked."""
+    found: dict[str, int] = {}
+    for path, value in _values(model):
+        if isinstance(value, QTensor) and not value.reordered and _kind(model, path) != "embedding":
+            found[value.format] = found.get(value.format, 0) + value.nbytes
+    return found
+
+
 def _values(module: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The parameters of a module by their paths; copies of experts that a CPU holds are none."""
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):

@@ -12,26 +12,37 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened
 from mla_jax.base.families import PRESETS
+from mla_jax.weights.gguf_keys import (
+    ARCHITECTURE,
+    ARCHITECTURE_KEYS,
+    BLOCKS,
+    EXPERT_KEYS,
+    GATE,
+    GATES,
+    KEY_LENGTH,
+    KV_HEADS,
+    LOG_FACTOR,
+    LOG_MULTIPLIER,
+    MTP_LAYERS,
+    OF_A_HEAD,
+    ROPE_KEYS,
+    VALUE_LENGTH,
+    YARN_KEYS,
+)
 
-ARCHITECTURE = "deepseek2"
 _SPARSE = "it selects tokens with a lightning indexer, which is not implemented"
 _WAITING = {"glm-dsa": _SPARSE, "deepseek32": _SPARSE, "deepseek4": "its attention is not MLA"}
-_GATES = {1: "softmax", 2: "sigmoid"}
 _GLM_VOCABULARY = 154_880  # files of GLM-4.7-Flash can lack expert_gating_func
 
-# key of config.json -> key of the file, which is required
-_NEEDED = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-    "max_position_embeddings": "context_length",
-}
-_NEEDED_BY_EXPERTS = {
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
+# whole numbers that every file has
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "max_position_embeddings",
+)
 # keys that change the arithmetic -> the only value that is implemented
 _NEUTRAL = {
     "attention.indexer.top_k": 0,
@@ -65,8 +76,8 @@ def hf_of_metadata(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The content of a config.json, and notes for the user; `tensors` are the names of the file's tensors."""
     keys = _Keys(metadata)
-    hf = {"rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
-    hf |= {ours: keys.integer(theirs) for ours, theirs in _NEEDED.items()}
+    hf = {"rms_norm_eps": keys.number(ARCHITECTURE_KEYS["rms_norm_eps"])}
+    hf |= {name: keys.integer(ARCHITECTURE_KEYS[name]) for name in _NEEDED}
     hf |= _layers(keys) | _heads(keys, hf) | _vocabulary(keys)
     hf |= _rope(keys, hf)
     hf |= _experts(keys, hf)
@@ -180,18 +191,18 @@ def _refuse_architecture(found: Any):
 
 def _layers(keys: _Keys) -> dict[str, Any]:
     """The number of layers: block_count includes the MTP layers."""
-    blocks, mtp = keys.integer("block_count"), keys.integer("nextn_predict_layers", 0)
+    blocks, mtp = keys.integer(BLOCKS), keys.integer(MTP_LAYERS, 0)
     if blocks is not None and blocks <= mtp:
-        keys.faults.append(f"{keys.prefix}block_count is {blocks}, of which nextn_predict_layers are {mtp}")
+        keys.faults.append(f"{keys.prefix}{BLOCKS} is {blocks}, of which {MTP_LAYERS} are {mtp}")
     return {"num_hidden_layers": blocks and blocks - mtp, "num_nextn_predict_layers": mtp}
 
 
 def _heads(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """The widths of a head. Files with `*_mla` keys keep them there, and the latent's widths in the keys without the suffix."""
-    with_latent = keys.prefix + "attention.key_length_mla" in keys.all
-    suffix = "_mla" if with_latent else ""
-    key = keys.integer("attention.key_length" + suffix)
-    value = keys.integer("attention.value_length" + suffix)
+    with_latent = keys.prefix + KEY_LENGTH + OF_A_HEAD in keys.all
+    suffix = OF_A_HEAD if with_latent else ""
+    key = keys.integer(KEY_LENGTH + suffix)
+    value = keys.integer(VALUE_LENGTH + suffix)
     rope = hf["qk_rope_head_dim"]
     _expect_latent(keys, hf, with_latent)
     nope = None
@@ -199,21 +210,21 @@ def _heads(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
         nope = key - rope
         if nope <= 0:
             keys.faults.append(
-                f"{keys.prefix}attention.key_length is {key}, expected more than rope.dimension_count {rope}"
+                f"{keys.prefix}{KEY_LENGTH} is {key}, expected more than {ARCHITECTURE_KEYS['qk_rope_head_dim']} {rope}"
             )
     return {
         "qk_nope_head_dim": nope,
         "v_head_dim": value,
-        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+        "q_lora_rank": keys.integer(ARCHITECTURE_KEYS["q_lora_rank"], None),
     }
 
 
 def _expect_latent(keys: _Keys, hf: Mapping[str, Any], with_latent: bool):
     """Records keys that must repeat the latent's shape, if they do not."""
     rope, rank = hf["qk_rope_head_dim"], hf["kv_lora_rank"]
-    expected = {"attention.head_count_kv": 1 if with_latent else hf["num_attention_heads"]}
+    expected = {KV_HEADS: 1 if with_latent else hf["num_attention_heads"]}
     if with_latent and rank is not None and rope is not None:
-        expected |= {"attention.key_length": rank + rope, "attention.value_length": rank}
+        expected |= {KEY_LENGTH: rank + rope, VALUE_LENGTH: rank}
     for name, value in expected.items():
         found = keys.integer(name, value)
         if found is not None and value is not None and found != value:
@@ -222,7 +233,7 @@ def _expect_latent(keys: _Keys, hf: Mapping[str, Any], with_latent: bool):
 
 def _vocabulary(keys: _Keys) -> dict[str, Any]:
     tokens = keys.get("tokenizer.ggml.tokens", list, None)
-    size = keys.integer("vocab_size", ... if tokens is None else len(tokens))
+    size = keys.integer(ARCHITECTURE_KEYS["vocab_size"], ... if tokens is None else len(tokens))
     if tokens is not None and size is not None and len(tokens) > size:
         keys.faults.append(f"{keys.prefix}vocab_size is {size:,}, tokenizer.ggml.tokens has {len(tokens):,}")
     bos, *ends = (
@@ -234,51 +245,55 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings. All keys are read, so that none is reported as unknown; without a scaling type the others are ignored."""
-    found = {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": None}
-    kind, factor = keys.get("rope.scaling.type", str, "none"), keys.number("rope.scaling.factor", 0)
-    original = keys.integer("rope.scaling.original_context_length", None)
-    multiplier = keys.number("rope.scaling.yarn_log_multiplier", None)
+    found = {"rope_theta": keys.number(ARCHITECTURE_KEYS["rope_theta"], 10000.0), "rope_scaling": None}
+    kind, factor = keys.get(ROPE_KEYS["rope_type"], str, "none"), keys.number(ROPE_KEYS["factor"], 0)
+    original = keys.integer(ROPE_KEYS["original_max_position_embeddings"], None)
+    multiplier = keys.number(LOG_MULTIPLIER, None)
     beta = _beta(keys, hf)
     if kind == "none" or not factor:
         return found
     if kind not in ("linear", "yarn"):
         raise Unsupported(
-            f"{keys.prefix}rope.scaling.type {printable(kind)} is not implemented",
+            f"{keys.prefix}{ROPE_KEYS['rope_type']} {printable(kind)} is not implemented",
             "known: none, linear, yarn",
         )
     scaling = {"type": kind, "factor": factor, "original_max_position_embeddings": original}
     if kind == "yarn":
         scaling |= beta | _mscale(multiplier)
     if original is None:
-        keys.faults.append(f"{keys.prefix}rope.scaling.original_context_length is missing")
+        keys.faults.append(f"{keys.prefix}{ROPE_KEYS['original_max_position_embeddings']} is missing")
     return {**found, "rope_scaling": scaling}
 
 
 def _mscale(multiplier: Any) -> dict[str, float]:
-    """mscale_all_dim from yarn_log_multiplier, which is 0.1 * mscale_all_dim (llama.cpp, pull request 17945).
-
-    mscale is not in the file; it equals mscale_all_dim in every release."""
     if multiplier is None:
         return {}
     bounded = min(max(multiplier, -1e6), 1e6)
-    return dict.fromkeys(("mscale", "mscale_all_dim"), _decimal(float(np.float32(10 * bounded))))
+    return dict.fromkeys(("mscale", "mscale_all_dim"), _decimal(float(np.float32(bounded / LOG_FACTOR))))
 
 
 _BETA = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
-    count, shared = keys.integer("expert_count", 0), keys.integer("expert_shared_count", 0)
-    found = {"n_routed_experts": count or None, "n_shared_experts": shared or None, "moe_layer_freq": 1}
-    found |= {
-        ours: keys.integer(theirs, ... if count else None) for ours, theirs in _NEEDED_BY_EXPERTS.items()
+    count, shared = (
+        keys.integer(key, 0)
+        for key in (EXPERT_KEYS["n_routed_experts"], ARCHITECTURE_KEYS["n_shared_experts"])
+    )
+    needed = ... if count else None
+    found = {
+        "n_routed_experts": count or None,
+        "n_shared_experts": shared or None,
+        "num_experts_per_tok": keys.integer(EXPERT_KEYS["num_experts_per_tok"], needed),
+        "moe_intermediate_size": keys.integer(ARCHITECTURE_KEYS["moe_intermediate_size"], needed),
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": keys.integer(ARCHITECTURE_KEYS["first_k_dense_replace"], 0),
+        "norm_topk_prob": keys.get(EXPERT_KEYS["norm_topk_prob"], bool, False),
+        "routed_scaling_factor": keys.number(EXPERT_KEYS["routed_scaling_factor"], 0) or 1.0,
     }
-    found["first_k_dense_replace"] = keys.integer("leading_dense_block_count", 0)
-    found["norm_topk_prob"] = keys.get("expert_weights_norm", bool, False)
-    found["routed_scaling_factor"] = keys.number("expert_weights_scale", 0) or 1.0
     gate = _gate(keys, hf)
     found |= _groups(keys, hf, count)
-    found["scoring_func"] = _GATES.get(gate) if count else "sigmoid"
+    found["scoring_func"] = GATES.get(gate) if count else "sigmoid"
     if gate != 1:
         method = "noaux_tc"
     elif (found["n_group"] or 1) > 1:
@@ -291,15 +306,15 @@ def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
 def _gate(keys: _Keys, hf: Mapping[str, Any]) -> int:
     """The number of the router's scoring function."""
     default = 2 if hf["vocab_size"] == _GLM_VOCABULARY else 1
-    gate = keys.integer("expert_gating_func", default) or default
-    if gate not in _GATES:
-        keys.faults.append(f"{keys.prefix}expert_gating_func is {gate}, expected 1 (softmax) or 2 (sigmoid)")
+    gate = keys.integer(GATE, default) or default
+    if gate not in GATES:
+        keys.faults.append(f"{keys.prefix}{GATE} is {gate}, expected 1 (softmax) or 2 (sigmoid)")
     return gate
 
 
 def _groups(keys: _Keys, hf: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """Expert groups; a file without them has the groups of the released model of the same sizes."""
-    count, used = (keys.integer(f"expert_group_{name}", None) for name in ("count", "used_count"))
+    count, used = (keys.integer(EXPERT_KEYS[name], None) for name in ("n_group", "topk_group"))
     release = _release(hf, experts) if count is None and used is None else None
     if release is not None:
         name, config = release
@@ -324,10 +339,10 @@ def _release(hf: Mapping[str, Any], experts: int) -> tuple[str, Config] | None:
 
 def _beta(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """YaRN's betas; a file without them has the betas of the released model of the same sizes, else the usual ones."""
-    found = {name: keys.number(f"rope.scaling.yarn_{name}", None) for name in _BETA}
+    found = {name: keys.number(YARN_KEYS[name], None) for name in _BETA}
     if None not in found.values():
         return found
-    release = _release(hf, keys.integer("expert_count", 0))
+    release = _release(hf, keys.integer(EXPERT_KEYS["n_routed_experts"], 0))
     known = _BETA
     if release is not None and release[1].rope_scaling:
         known = _BETA | vars(release[1].rope_scaling)

@@ -9,7 +9,7 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.base.files import allowed
-from mla_jax.weights import deepseek, gguf_config
+from mla_jax.weights import deepseek, gguf_about, gguf_config
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
@@ -31,6 +31,7 @@ class FromGGUF:
     def __init__(self, path: Path):
         self.file = open_gguf(path)
         self.path, self.metadata = self.file.path, self.file.metadata
+        gguf_about.refuse_other_kinds(self.metadata, self.file.tensors, printable(self.path.name))
         self.config = gguf_config.config(self.file.metadata, self.file.tensors)
         self.tensors: Mapping[str, TensorEntry] = {
             n: TensorEntry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()

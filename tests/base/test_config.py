@@ -439,6 +439,17 @@ def grouped(**changes) -> dict:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP | weights}}
 
 
+def in_fp8(**activations) -> dict:
+    """Scales by tensor, and what is said of those of the activations; `dynamic` is False where it is not said."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", **activations}
+    group = {"format": "float-quantized", "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+MIXED = {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}}  # ModelOpt's algorithms by layer
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -468,6 +479,14 @@ def grouped(**changes) -> dict:
         ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "packing_format = "),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
         ({"quant_method": "modelopt"}, "quant_algo = None"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            "activation_scheme = 'static': activations are rounded by fixed",
+        ),
+        (in_fp8(dynamic=False), "config_groups.group_0.input_activations.dynamic = False: activations are rounded by fixed"),
+        (in_fp8(), "config_groups.group_0.input_activations.dynamic = False: "),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo = 'FP8': activations are rounded by fixed scales"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED}, "quant_algo = 'FP8': "),
     ],
 )
 def test_other_quantisations_are_refused_by_the_key_that_stands_against_them(given, words):
@@ -486,6 +505,9 @@ def test_other_quantisations_are_refused_by_the_key_that_stands_against_them(giv
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"}, [("gptq_v2", (1, 0))]),
         ({"quant_method": "auto-round", "bits": 4, "sym": True}, [("gptq", (1, 128))]),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, [("nvfp4", (1, 16))]),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, [("float-quantized", (1, 0))]),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, [("fp8", (128, 128))]),
+        (in_fp8(dynamic=True), [("float-quantized", (0, 0))]),
     ],
 )
 def test_settings_of_other_quantisers_become_schemes_and_are_written_as_they_were(given, schemes):

@@ -31,6 +31,7 @@ SMALL = {
     "policies.py": ["--policy", "snapkv", "kvzip", "probe", "--budget", "uniform", "--keep", "0.2"],
     "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
     "prefill.py": [],
+    "ruler.py": [],
     "soak.py": [],
 }
 

@@ -138,14 +138,14 @@ def assert_as_planned(said: str):
 
 @pytest.mark.deep
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--to", "hf")], ids=" ".join)
+@pytest.mark.parametrize("options", [(), ("--to", "hf"), ("--to", "gguf", "--dtype", "q8_0")], ids=" ".join)
 def test_two_gigabytes_take_the_memory_that_the_plan_says(tmp_path_factory, options):
     folder = tmp_path_factory.mktemp("large")
     source = write_model(folder / "hf", HF | {"hidden_size": 2048, "moe_intermediate_size": 1024, "n_routed_experts": 80})
     script = textwrap.dedent(NURSERY).replace("tensors.STEP = 1  # a step a tensor\n", "")
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, input=" ".join(map(str, (source, folder / "out", *options))), capture_output=True, text=True)
+    command, out = [sys.executable, "-W", "ignore", "-c", script], folder / ("out.gguf" if "gguf" in options else "out")
+    done = subprocess.run(command, input=" ".join(map(str, (source, out, *options))), capture_output=True, text=True)
     assert done.stdout.split()[1] == "0", done.stderr
-    assert sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()) > 2e9
+    assert sum(path.stat().st_size for path in (out, *out.rglob("*")) if path.is_file()) > 2e9
     assert_as_planned(done.stderr)
     shutil.rmtree(folder)

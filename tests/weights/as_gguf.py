@@ -12,9 +12,11 @@ from mla_jax.base.families import PRESETS
 
 
 def write(path: Path, metadata: dict | None = None, tensors: dict | None = None, **options) -> Path:
-    """A file of `metadata` {key: (value, kind)} and `tensors` {name: array, or (bytes, block type)}."""
+    """A file of `metadata` {key: (value, kind)} and `tensors` {name: array, or (bytes, block type)}.
+
+    `architecture` is deepseek2 if it is not given; a file of "" has none."""
     alignment = options.pop("alignment", None)
-    writer = gguf.GGUFWriter(path, "deepseek2", **options)
+    writer = gguf.GGUFWriter(path, options.pop("architecture", "deepseek2"), **options)
     if alignment:
         writer.add_custom_alignment(alignment)
     for key, (value, *kind) in (metadata or {}).items():

@@ -15,6 +15,11 @@ def of(model: nnx.Module) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(variable[...]) for path, variable in nnx.to_flat_state(state)}
 
 
+def by_path(model: nnx.Module) -> dict:
+    """The same, packed ones as QTensors."""
+    return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state(model))}
+
+
 def assert_equal(one: nnx.Module, other: nnx.Module) -> None:
     """The same parameters, dtypes and bits; of packed ones the same parts."""
     a, b = ({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state(m))} for m in (one, other))

@@ -5,11 +5,12 @@ import jax
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
-from mla_jax.base.qtensor import FORMATS, REORDERED, is_reorderable
+from mla_jax.base.qtensor import REORDERED
 from mla_jax.cache.paged import NOTES, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.parts import unpacked_bytes
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import MemoryPlan
@@ -22,18 +23,20 @@ def explain(
     placed: Placement | None = None,
     drafting: Drafting | None = None,
     eviction: EvictOptions | None = None,
+    about: str | None = None,
 ) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
-    many tokens are guessed, `eviction` which are dropped."""
+    many tokens are guessed, `eviction` which are dropped; `about` is what the file says of itself."""
     prompt = min(model.dispatch.chunk(model), planned.context)
     return [
         _model(model, formats),
+        *([f"file: {about}"] if about else []),
         _device(model.dispatch.device),
         *_mesh(planned),
         *_reordered(formats),
-        *_unpacked(model.dispatch.device, formats),
+        *_unpacked(model),
         *_forms(model, prompt, planned.context),
         *_cache(model, planned),
         *_dropped(model, eviction),
@@ -60,13 +63,13 @@ def _reordered(formats: dict[str, int]) -> list[str]:
     return [f"packed weights: {gib(size)} {how}"] if size else []
 
 
-def _unpacked(device: roofline.Device, formats: dict[str, int]) -> list[str]:
-    """The packed weights for which a GPU has no kernel."""
-    names = [
-        name for name in formats if device.platform == "gpu" and name in FORMATS and not is_reorderable(name)
-    ]
+def _unpacked(model: Transformer) -> list[str]:
+    """The packed weights that no kernel of a GPU takes: those of other formats, and of sizes that do not fill its tiles."""
+    if model.dispatch.device.platform != "gpu":
+        return []
     how = "are unpacked before every product, which takes longer than bf16; --dtype bfloat16 unpacks them while loading"
-    return [f"packed weights: {gib(formats[name])} in {name} {how}" for name in names]
+    found = unpacked_bytes(model)
+    return [f"packed weights: {gib(size)} in {name} {how}" for name, size in found.items()]
 
 
 def explain_programs(programs: Programs, planned: MemoryPlan) -> str:

@@ -25,6 +25,7 @@ from mla_jax.model.transformer import Transformer
 from mla_jax.offload import library
 from mla_jax.offload.place import Placement
 from mla_jax.offload.routing import Routing
+from mla_jax.weights import gguf_about
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.plan import MemoryPlan
 
@@ -52,6 +53,12 @@ class Opened:
     @property
     def config(self) -> Config:
         return self.checkpoint.config
+
+    @property
+    def about(self) -> str | None:
+        """The name, size and maker that a GGUF file names."""
+        metadata = self.checkpoint.source.metadata
+        return None if metadata is None else gguf_about.self_description(metadata)
 
     @property
     def inputs(self) -> InputProcessor:
@@ -108,7 +115,15 @@ class Opened:
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
         with environment.kernels_of(self.options):
             drafting = Drafting(cost_of(model), self.drafter, fixed)
-            return explain(model, self.formats(), self.plan, self.placement, drafting, self.options.eviction)
+            return explain(
+                model,
+                self.formats(),
+                self.plan,
+                self.placement,
+                drafting,
+                self.options.eviction,
+                self.about,
+            )
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by number format, on the device and on the host."""

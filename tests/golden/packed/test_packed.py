@@ -5,25 +5,30 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
+import models
 import numpy as np
 import pytest
 from checkpoints import assert_same_model, convert, raw
 from safetensors.numpy import load_file, save_file
-from weights import parameters
+from weights import as_gguf, parameters
 
 from mla_jax import LLM
 from mla_jax.base.errors import BadFile
-from mla_jax.base.qtensor import QTensor, dequantize, validated
+from mla_jax.base.options import Options
+from mla_jax.base.qtensor import QTensor, dequantize, reorder, validated
 from mla_jax.base.quantization import NO_CACHE_SCALES, NO_INPUT_SCALES, Scheme
-from mla_jax.base.roofline import DEVICES
-from mla_jax.engine.opening.explain import _unpacked
+from mla_jax.engine.opening.opened import open_model
 from mla_jax.mesh.devices import Devices
+from mla_jax.model.parts import parts_of
+from mla_jax.offload.place import Placement
 from mla_jax.weights.boxes import blocks, box_shape, slices
 from mla_jax.weights.layouts import layout_of
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.open import open_source
+from mla_jax.weights.plan import memory_plan
 
 HERE = Path(__file__).parent
 FORMATS = {
@@ -125,11 +130,97 @@ def test_the_formats_and_what_is_left_out_are_explained():
     assert llm.plan.weights == sum(llm._formats.values())
 
 
-def test_formats_without_a_kernel_are_named_where_there_could_be_one():
-    formats = {"fp4_g16": 1 << 30, "uint4_g32": 1 << 30, "bfloat16": 1 << 30, "MXFP4 on the host": 1 << 30}
-    (line,) = _unpacked(DEVICES["NVIDIA H200"], formats)
-    assert line.startswith("packed weights: 1.00 GiB in fp4_g16 are unpacked before every product")
-    assert _unpacked(DEVICES["cpu"], formats) == []
+WITH_KERNEL = "int4_g128"  # whose matrices alone fill a kernel's tiles
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_gpu_unpacks_before_every_product_is_named(name):
+    said = open_model(Options.of(model=HERE / name, device="h200")).explain()
+    unpacked = [line for line in said if "are unpacked before every product" in line]
+    reordered = [line for line in said if "a kernel that unpacks them in registers" in line]
+    if name == WITH_KERNEL:
+        assert (len(unpacked), len(reordered)) == (0, 1)
+    else:
+        (line,) = unpacked
+        assert f" in {FORMATS[name]} are unpacked before every product" in line
+        assert reordered == []
+    on_cpu = open_model(Options.of(model=HERE / name)).explain()
+    assert not any("unpacked before every product" in line for line in on_cpu)
+
+
+def test_a_packed_embedding_is_not_unpacked_as_a_whole(tmp_path):
+    hf = {**as_gguf.full("v3"), "hidden_size": 64, "vocab_size": 128}
+    tensors = as_gguf.gguf_tensors(hf, models.tensors(hf, mtp=True), "new")
+    tensors["token_embd.weight"] = as_gguf.as_q8_0({"w": tensors["token_embd.weight"]})[0]["w"]
+    file = as_gguf.write(tmp_path / "m.gguf", as_gguf.keyed(hf), tensors)
+    said = open_model(Options.of(model=file, device="h200")).explain()
+    assert "in Q8_0" in said[0]
+    assert not any(line.startswith("packed weights: ") for line in said)
+
+
+# ---- bytes that are planned
+
+
+def bytes_of(values) -> dict[str, int]:
+    """Bytes of arrays by number format; on a mesh those of its first device."""
+    found: dict[str, int] = {}
+    for value in values:
+        name = value.format if isinstance(value, QTensor) else value.dtype.name
+        own = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(value))
+        found[name] = found.get(name, 0) + own
+    return found
+
+
+def weights_of(model) -> list:
+    return jax.tree.leaves(parameters.state(model), is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_that_are_planned_are_those_of_the_arrays(name, devices):
+    mesh = None if devices == 1 else Devices.of({"tensor": 2})
+    checkpoint = Checkpoint(HERE / name, devices=mesh)
+    found = bytes_of(weights_of(checkpoint.load()))
+    assert checkpoint.formats() == found
+    assert memory_plan(checkpoint).weights == sum(found.values())
+    assert parts_of(checkpoint.model()).weight_bytes == sum(found.values())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_that_are_planned_for_a_gpu_are_those_of_its_arrays(name):
+    """Weights as they are on it: packed ones in the order of its kernels, if these take them, others in bfloat16."""
+    opened = open_model(Options.of(model=HERE / name, device="h200"))
+    planned = opened.checkpoint.parameters()
+    loaded = parameters.by_path(Checkpoint(HERE / name).load())
+    assert planned.keys() == loaded.keys()
+
+    def on_gpu(path: str):
+        if isinstance(loaded[path], QTensor):
+            return reorder(loaded[path]) if planned[path].reordered else loaded[path]
+        return loaded[path].astype(planned[path].dtype)
+
+    assert opened.formats() == bytes_of(map(on_gpu, planned))
+    assert opened.plan.weights == sum(opened.formats().values())
+    first = opened.explain()[0]
+    assert all(f" in {format}" in first for format in opened.formats())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_of_experts_on_the_host_are_those_that_are_read(name):
+    checkpoint = Checkpoint(HERE / name)
+    placement = Placement(host=tuple(checkpoint.experts))
+    paths = [path for layer in checkpoint.experts.values() for path in layer.values()]
+    on_host = checkpoint.parameters(placement)
+    loaded = parameters.by_path(Checkpoint(HERE / name).load())
+
+    def read(path: str):
+        if isinstance(on_host[path], QTensor):
+            return loaded[path]
+        return jnp.asarray(dequantize(loaded[path]), jnp.bfloat16)
+
+    found = bytes_of(map(read, paths))
+    assert checkpoint.bytes(placement, host=True) == sum(found.values())
+    assert {f"{format} on the host": size for format, size in found.items()}.items() <= checkpoint.formats(placement).items()
 
 
 # ---- folders that are not what they say
