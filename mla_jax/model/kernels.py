@@ -337,9 +337,9 @@ def add_rms_norm(
 
 def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     """Where the k largest numbers of each row are, of equals the first before the next."""
-    from pallas_kernels.router import xla
+    from pallas_kernels import router as kernel
 
-    return xla.largest(x, k)
+    return kernel.xla.largest(x, k)
 
 
 def moe_decode(
