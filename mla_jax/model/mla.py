@@ -24,8 +24,8 @@ from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
 from mla_jax.model.indexer import Indexer, Picks
-from mla_jax.model.kernels import contracted, linear
-from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
+from mla_jax.model.kernels import contracted, linear, rms_norm
+from mla_jax.model.ops import norm_weight, parameter, plain
 
 if TYPE_CHECKING:
     from mla_jax.model.dispatch import Choosing, Selection

@@ -63,29 +63,6 @@ def test_every_backend_computes_the_chosen_experts_and_nothing_for_the_id_of_no_
 
 
 @pytest.mark.deep
-@given(x=st.lists(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=3))
-def test_the_largest_by_comparing_are_those_by_sorting(x):
-    x = np.array(x, np.float32)
-    for k in (1, 3, 7):
-        np.testing.assert_array_equal(moe.by_comparing(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
-        np.testing.assert_array_equal(moe.largest(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
-
-
-@pytest.mark.deep
-# XLA takes subnormal numbers as zeros
-@given(x=st.lists(st.floats(-2, 2, width=32, allow_subnormal=False), min_size=2, max_size=9))
-def test_the_best_two_are_the_largest_sum_of_two(x):
-    x = np.array([x, x[::-1]], np.float32)
-    expected = np.sort(x)[:, -2:].sum(-1)
-    np.testing.assert_array_equal(moe.by_adding(jnp.array(x)), expected)
-    np.testing.assert_array_equal(moe.best_two(jnp.array(x)), expected)
-
-
-def test_nan_is_never_an_expert_that_does_not_exist():
-    assert (moe.by_comparing(jnp.full((2, 5), jnp.nan), 3) < 5).all()
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("tokens", [31, 32, 33, 65])
 def test_tiles_that_do_not_come_out_even_equal_dense(name, tokens):
@@ -235,14 +212,6 @@ def test_a_router_chooses_and_weighs_as_its_model_was_published(name):
     for row_ids, row_weights, expected in zip(ids.tolist(), weights, routed(c, x, gate, bias), strict=True):
         assert set(row_ids) == expected.keys()
         np.testing.assert_allclose(row_weights, [expected[e] for e in row_ids], rtol=1e-5)
-
-
-def test_closed_groups_stay_closed_where_every_open_score_is_negative():
-    c = config_of("v3")
-    choice = np.full((1, 16), -0.5, np.float32)
-    choice[0, :8] = -0.1  # the two open groups; a closed one masked with 0 would win
-    ids = jax.lax.top_k(moe.within_groups(jnp.asarray(choice), c), 3)[1]
-    assert (np.asarray(ids) < 8).all()
 
 
 @pytest.mark.parametrize("name", ROUTING)
