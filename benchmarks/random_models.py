@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base import qtensor
-from mla_jax.base.qtensor import REORDERED, QTensor
+from mla_jax.base.qtensor import BY_COLUMN, REORDERED, QTensor
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.partition import Layout
 from mla_jax.model.dispatch import Dispatch
@@ -75,6 +75,8 @@ def stored(path: tuple, variable: Any, format: str) -> Any:
 def stored_as(path: tuple, variable: Any, format: str) -> str | None:
     """The format of the parameter at `path`; None: it is not packed. Q4_K_M has the head in Q6_K, and down in about half of the
     layers."""
+    if variable.get_metadata()["role"] == "heads" and format == "fp8_block":
+        return BY_COLUMN
     if not variable.get_metadata()["packs"]:
         return None
     if format == "Q4_K" and (path[0] == "head" or (path[-1] == "down" and path[1] % 2)):

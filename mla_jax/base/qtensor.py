@@ -21,6 +21,7 @@ from pallas_kernels import packed
 
 Shape = tuple[int, ...]
 Specs = tuple[jax.ShapeDtypeStruct, ...]
+BY_COLUMN = "fp8_column"  # the format of the halves of kv_b_proj in FP8
 REORDERED = " reordered"  # ends the name of a format whose parts are in the order of a GPU's kernel
 
 
@@ -72,6 +73,12 @@ class Format(NamedTuple):
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     """The values of `q`, computed in float32 and rounded once to `dtype`."""
     return format_of(q.format).unpack(q.parts, q.shape).astype(dtype)
+
+
+def factors(q: QTensor, dtype: Any) -> tuple[Float[Array, "... N K"], Float[Array, "... K"]]:
+    """The codes of a tensor in `fp8_column` as numbers, which `dtype` holds exactly, and the float32 scale of each column."""
+    codes, scale = q.parts
+    return _e4m3(codes, dtype), scale
 
 
 def unsound(format: str, parts: tuple[Array, ...]) -> Int[Array, ""]:
@@ -177,10 +184,13 @@ def _gguf(name: str) -> Format:
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-def _e4m3(weight: Array) -> Float[Array, "..."]:
-    """To float32. GPUs and TPUs convert in hardware; XLA's CPU code is slow, and a table is 8 times as fast."""
-    by_table = lambda w: gguf_blocks.looked_up(E4M3, jax.lax.bitcast_convert_type(w, jnp.uint8))  # noqa: E731
-    return jax.lax.platform_dependent(weight, cpu=by_table, default=lambda w: w.astype(jnp.float32))
+def _e4m3(weight: Array, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+    """To numbers of `dtype`, exactly. GPUs and TPUs convert in hardware; XLA's CPU code is slow, a table is 8 times as fast."""
+
+    def by_table(w: Array) -> Array:
+        return gguf_blocks.looked_up(E4M3, jax.lax.bitcast_convert_type(w, jnp.uint8)).astype(dtype)
+
+    return jax.lax.platform_dependent(weight, cpu=by_table, default=lambda w: w.astype(dtype))
 
 
 def _fp8_parts(rows: int, columns: int, shape: Shape) -> Specs:
@@ -217,6 +227,18 @@ def _fp8_row() -> Format:
     """E4M3 `[.. N K]` times a float32 scale per row."""
     unpack = lambda parts, _: _e4m3(parts[0]) * parts[1][..., None]  # noqa: E731
     return Format((1, 0), _fp8_row_parts, unpack, _fp8_finite)
+
+
+def _fp8_column_parts(shape: Shape) -> Specs:
+    if len(shape) < 2:
+        _refuse(BY_COLUMN, shape, "expected at least two axes")
+    return _spec(jnp.float8_e4m3fn, *shape), _spec(jnp.float32, *shape[:-2], shape[-1])
+
+
+def _fp8_column() -> Format:
+    """E4M3 `[.. N K]` times a float32 scale per column."""
+    unpack = lambda parts, _: _e4m3(parts[0]) * parts[1][..., None, :]  # noqa: E731
+    return Format((0, 1), _fp8_column_parts, unpack, _fp8_finite)
 
 
 def _int8_parts(shape: Shape) -> Specs:
@@ -340,6 +362,7 @@ FORMATS: dict[str, Format] = {
     "fp8_block": _fp8(128, 128),
     "int8": _int8(),
     "fp8_row": _fp8_row(),
+    BY_COLUMN: _fp8_column(),
     "int4_g32": _int4(32),
     "int4_g128": _int4(128),
     "uint4_g32": _uint4(32),

@@ -17,6 +17,7 @@ from mla_jax.cache.evict import EvictionPolicy, Seen
 from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
 from mla_jax.model.block_attention import Blocks, Cached, StepCache
+from mla_jax.model.fp8_up import plain_up, to_latent
 from mla_jax.model.page_selection import absorbed_queries
 
 # of (queries as forms take them, held, up, projection behind attention, scale)
@@ -64,9 +65,7 @@ class Watched(NamedTuple):
     def of(cls, q: Any, held: StepCache, up: Any, scale: float) -> "Watched":
         assert held.layer is not None, "a policy scores what is cached"
         over_heads = "k" in held.layer.pool
-        queries = (
-            (jnp.concatenate(q, -1),) if over_heads else (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1])
-        )
+        queries = (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
         return cls(held.layer, held.step, held.reads, queries, scale)
 
     @property
@@ -146,7 +145,8 @@ def _keys(cached: Cached) -> Float[Array, "B S K D"]:
 
 def _worth(cached: Cached, up: Any, out: Array) -> Float[Array, "B S N"]:
     """The L1 norm of a head's value in the layer's output: over latents both projections are one product."""
-    heads = up[1].shape[0]
+    _, uv = plain_up(up, out.dtype)
+    heads = uv.shape[0]
     by_head = jnp.moveaxis(out.reshape(out.shape[0], heads, -1), 1, 0)
 
     def of_head(head: tuple[Array, Array, Array]) -> Array:
@@ -158,4 +158,4 @@ def _worth(cached: Cached, up: Any, out: Array) -> Float[Array, "B S N"]:
         values = jnp.moveaxis(cached["v"], 2, 0)
     else:
         values = jnp.broadcast_to(cached["c_kv"], (heads, *cached["c_kv"].shape))
-    return jnp.moveaxis(jax.lax.map(of_head, (values, up[1], by_head)), 0, -1)
+    return jnp.moveaxis(jax.lax.map(of_head, (values, uv, by_head)), 0, -1)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
 from mla_jax.model import kernels
-from mla_jax.model.mla import Form, Up
+from mla_jax.model.fp8_up import Up
+from mla_jax.model.mla import Form
 
 CODES, SCALES = "c_kv", "c_kv_scale"  # names in a layer of the cache
 

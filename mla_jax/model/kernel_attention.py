@@ -21,7 +21,8 @@ from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, kernels, rope
 from mla_jax.model.block_attention import ChosenTokens, StepCache, finite
-from mla_jax.model.mla import Form, Queries, Up, heads, latents
+from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
+from mla_jax.model.mla import Form, Queries, heads, latents
 
 
 class Order(NamedTuple):
@@ -90,7 +91,7 @@ def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array
 
 def kernel_latents(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, step = _cached(held), held.step
-    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    q_c = to_latent(q[0], up[0])
     q_pe = q[1]
     if step.order is not None:
         q_c, q_pe = ordered(q_c, step.order.there), ordered(q_pe, step.order.there)
@@ -99,7 +100,7 @@ def kernel_latents(q: Queries, held: StepCache, up: Up, scale: float) -> Float[A
     latents = c_kv, pool["k_pe"], table, step.held
     o_c, lse = kernels.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
     o_c = kernels.merge_across(o_c, lse, CONTEXT)
-    out = jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    out = from_latent(o_c, up[1], o_c.dtype)
     return out if step.order is None else ordered(out, step.order.back)
 
 
@@ -140,6 +141,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
 
 def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, queries = _cached(held), jnp.concatenate(q, -1)
+    up = plain_up(up, queries.dtype)  # once, not for each block
     step: Heads = held.step
     slots = step.count * layer.size
 
@@ -191,11 +193,11 @@ def _cached(held: StepCache) -> Layer:
 
 def kernel_chosen(q: Queries, held: ChosenTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, pool = held.layer, paged.numbers(held.layer.pool)
-    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    q_c = to_latent(q[0], up[0])
     latents = fp8_latent.latent_operand(pool), pool["k_pe"]
     slots = held.slots + layer.first * layer.size
     o_c = kernels.mla_sparse(q_c, q[1], *latents, slots, held.counts, scale)
-    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    return from_latent(o_c, up[1], o_c.dtype)
 
 
 KERNELS = {

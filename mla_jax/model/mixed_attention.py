@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 from mla_jax.base.batch import MixedBatch
 from mla_jax.cache.paged import Layer, StepRows
 from mla_jax.model.block_attention import StepCache
+from mla_jax.model.fp8_up import Up
 from mla_jax.model.indexer import IndexQueries
-from mla_jax.model.mla import Form, Queries, Up
+from mla_jax.model.mla import Form, Queries
 from mla_jax.model.page_selection import PageSelection
 from mla_jax.model.token_choice import Attends, TokenChoice
 

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
 
 A form defines the cached arrays of a token and the attention over them. All four use the same two weights, the halves of
-kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value. They give equal results and differ in
-caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes scores and values of a block of cached
-tokens; `block_attention.attend` is the softmax over all blocks.
+kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py multiplies by halves in FP8.
+They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes
+scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -23,6 +23,7 @@ from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
+from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
 from mla_jax.model.indexer import Indexer, Picks
 from mla_jax.model.kernels import contracted, linear, rms_norm
 from mla_jax.model.ops import norm_weight, parameter, plain
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from mla_jax.model.dispatch import Choosing, Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
-Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
 
 
 def latents(
@@ -44,8 +44,9 @@ def heads(
     c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
 ) -> dict[str, Array]:
     """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
-    k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, up[0])
-    v = jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
+    uk, uv = plain_up(up, c_kv.dtype)
+    k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, uk)
+    v = jnp.einsum("bsr,nvr->bsnv", c_kv, uv)
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
@@ -63,6 +64,7 @@ def naive(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B
 
 def compressed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
+    up = plain_up(up, q[0].dtype)  # once, not for each block
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
@@ -70,8 +72,9 @@ def compressed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Arra
 def absorbed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
-    # `up` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
-    q_c = jnp.einsum("npr,btnp->btnr", up[0], q[0])
+    uk, uv = plain_up(up, q[0].dtype)
+    # `uk` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
+    q_c = jnp.einsum("npr,btnp->btnr", uk, q[0])
     joined = jnp.concatenate([q_c, q[1]], -1)
 
     def block(cached: Cached) -> tuple[Array, Array]:
@@ -80,19 +83,19 @@ def absorbed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array,
         scores = jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), uv)
 
 
 def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
-    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    q_c = to_latent(q[0], up[0])
 
     def block(cached: Cached) -> tuple[Array, Array]:
         scores = jnp.einsum("btnr,bsr->btns", q_c, cached["c_kv"], preferred_element_type=jnp.float32)
         scores += jnp.einsum("btne,bse->btns", q[1], cached["k_pe"], preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return from_latent(held.attend(block), up[1], q_c.dtype)
 
 
 class Form(NamedTuple):
@@ -138,8 +141,8 @@ class MLA(nnx.Module):
             self.q_b_proj = parameter(config, rngs, "heads*query", "q_rank")
         self.kv_a_proj = parameter(config, rngs, "latent", "model")
         self.kv_a_norm = norm_weight(config, rngs, "kv_rank")
-        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank", packs=False)
-        self.uv = parameter(config, rngs, "heads", "value", "kv_rank", packs=False)
+        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank", packs=False, role="heads")
+        self.uv = parameter(config, rngs, "heads", "value", "kv_rank", packs=False, role="heads")
         self.o_proj = parameter(config, rngs, "model", "heads*value")
 
     def __call__(

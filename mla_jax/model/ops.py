@@ -34,7 +34,7 @@ def parameter(
     """A random weight whose shape follows from the names of its axes.
 
     `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
-    The `role` "expert" marks weights of routed experts, "rows" those of which rows are read."""
+    The `role` "expert" marks weights of routed experts, "rows" those of which rows are read, "heads" the halves of kv_b_proj."""
     shape = logical.shape(config, axes)
     if isinstance(rngs, Shapes):
         value = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -17,6 +17,7 @@ from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, StepRows, View
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model.block_attention import StepCache
+from mla_jax.model.fp8_up import Up, plain_up, to_latent
 
 
 class Written(NamedTuple):
@@ -61,7 +62,7 @@ class PageSelection(NamedTuple):
     pages: int | None  # that a row attends to; None: all
     prepare: Callable[[Batch], Any]  # makes what a form needs for a batch
 
-    def noted(self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], reads: Callable) -> Layer:
+    def noted(self, layer: Layer, q: tuple[Array, Array], up: Up, reads: Callable) -> Layer:
         """With what the policy notes of the written pages. `reads` is the form's."""
         page, filled, before, token = self.written
         cached = reads(paged.read(layer, View(page[:, None], filled[:, None], filled), 0, 1))
@@ -84,7 +85,7 @@ class PageSelection(NamedTuple):
         attends: Callable,
         q: tuple[Array, Array],
         held: StepCache,
-        up: tuple[Array, Array],
+        up: Up,
         scale: float,
     ) -> Float[Array, "B T N V"]:
         """A form's attention, of each token to the pages that its own queries choose."""
@@ -152,11 +153,12 @@ def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Ba
     )
 
 
-def absorbed_queries(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
+def absorbed_queries(q: tuple[Array, Array], up: Up) -> Float[Array, "B T N L"]:
     """Queries whose product with [c_kv, k_pe] is a head's logit."""
-    return jnp.concatenate([jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]], axis=-1)
+    return jnp.concatenate([to_latent(q[0], up[0]), q[1]], axis=-1)
 
 
-def _added_up(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T L"]:
+def _added_up(q: tuple[Array, Array], up: Up) -> Float[Array, "B T L"]:
     """The sum of these over heads, which is computed without them."""
-    return jnp.concatenate([jnp.einsum("btnp,npr->btr", q[0], up[0]), q[1].sum(2)], axis=-1)
+    uk, _ = plain_up(up, q[0].dtype)
+    return jnp.concatenate([jnp.einsum("btnp,npr->btr", q[0], uk), q[1].sum(2)], axis=-1)

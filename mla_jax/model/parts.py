@@ -11,13 +11,14 @@ from flax import nnx
 
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
-from mla_jax.base.qtensor import QTensor
+from mla_jax.base.qtensor import BY_COLUMN, QTensor
 from mla_jax.base.roofline import Device
 from mla_jax.cache.paged import INDEX_K, PAGE
 from mla_jax.mesh.comm_cost import Sizes
 from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, Parts, WeightSize
 from mla_jax.mesh.partition import Layout
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.fp8_up import stays_fp8
 from mla_jax.model.ops import Shapes
 from mla_jax.model.transformer import Transformer
 
@@ -92,17 +93,19 @@ def _token_bytes(model: Transformer, index: bool) -> float:
 
 
 def packed_shapes(model: Transformer) -> list[tuple[int, ...]]:
-    """The shapes of the weights that stay packed."""
-    return [value.shape for _, value in _values(model) if isinstance(value, QTensor)]
+    """The shapes of the weights that stay packed, a half of kv_b_proj as one matrix."""
+    packed = [(path, value.shape) for path, value in _values(model) if isinstance(value, QTensor)]
+    return [(math.prod(shape[:-1]), shape[-1]) if _is_half(path) else shape for path, shape in packed]
 
 
 def unpacked_bytes(model: Transformer) -> dict[str, int]:
     """Bytes of weights, by format, that XLA unpacks before every product: packed ones in a file's order.
 
-    Of an embedding rows are looked up, and these alone are unpacked."""
+    Of an embedding rows are looked up, and these alone are unpacked; codes of kv_b_proj are converted inside the product."""
     found: dict[str, int] = {}
     for path, value in _values(model):
-        if isinstance(value, QTensor) and not value.reordered and _kind(model, path) != "embedding":
+        as_they_are = _is_half(path) or _kind(model, path) == "embedding"
+        if isinstance(value, QTensor) and not value.reordered and not as_they_are:
             found[value.format] = found.get(value.format, 0) + value.nbytes
     return found
 
@@ -122,9 +125,14 @@ def _kind(model: Transformer, path: tuple[Any, ...]) -> str:
     return {"embed": "embedding", "norm": "attention"}.get(path[0], "head")
 
 
+def _is_half(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter is a half of kv_b_proj."""
+    return path[-1] in ("uk", "uv")
+
+
 def _kind_in_layer(path: tuple[Any, ...]) -> str:
     if path[0] != "mlp":
-        return "heads" if path[-1] in ("uk", "uv") else "attention"
+        return "heads" if _is_half(path) else "attention"
     return path[1] if path[1] in ("shared", "router", "experts") else "dense"
 
 
@@ -160,6 +168,8 @@ def released(
         packs = data["packs"] and path[0] not in ("embed", "head")
         plain = jax.ShapeDtypeStruct(shape, jnp.float32 if data["exact"] else dtype)
         whole = qtensor.abstract(format, shape) if format and packs else plain
+        if format and data["role"] == "heads" and stays_fp8(format, config):
+            whole = qtensor.abstract(BY_COLUMN, shape)
         return variable.replace(dispatch.layout.local(data["axes"], whole))
 
     flat = [(path, part(path, variable)) for path, variable in nnx.to_flat_state(state)]

@@ -259,7 +259,7 @@ class Transformer(nnx.Module):
         size = size or paged.PAGE // self.dispatch.layout.context
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [
-            jax.ShapeDtypeStruct((1, 1, n), up[0].dtype)
+            jax.ShapeDtypeStruct((1, 1, n), self.dtype)
             for n in (config.kv_lora_rank, config.qk_rope_head_dim)
         ]
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable, shortened
-from mla_jax.base.qtensor import QTensor
+from mla_jax.base.qtensor import BY_COLUMN, QTensor
 from mla_jax.offload.pack import cpu_device, pack_experts
 from mla_jax.offload.place import Placement
 from mla_jax.weights import names
@@ -161,8 +161,8 @@ def parameter_of(
 ) -> tuple[Any, Array]:
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
-        value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
-        sound = qtensor.unsound(how.format, value.parts) == 0
+        value = _packed(parts, how, like)
+        sound = qtensor.unsound(value.format, value.parts) == 0
         return value if value.format == like.format else qtensor.reorder(value), sound
     stored = (
         parts[0] if how.format in PLAIN_DTYPES else qtensor.dequantize(QTensor(how.format, parts, how.shape))
@@ -170,6 +170,17 @@ def parameter_of(
     stored = stored if how.kept is None else jax.lax.dynamic_slice(stored, tuple(start), how.kept)
     value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()
+
+
+def _packed(parts: tuple[Array, ...], how: Conversion, like: QTensor) -> QTensor:
+    """The part of a packed tensor, in the stored format; of kv_b_proj with a scale for each column of a head."""
+    if like.format == BY_COLUMN:
+        codes, scale = parts
+        rows, columns = qtensor.format_of(how.format).block
+        wide = jnp.repeat(scale, columns, axis=1)[:, : codes.shape[1]]
+        of_heads = how.part(jnp.repeat(wide, rows, axis=0), how.config)  # whose rows all have the same
+        return QTensor(BY_COLUMN, (how.part(codes, how.config), of_heads[:, 0]), like.shape)
+    return QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
 
 
 @partial(jax.jit, static_argnames=("how",), donate_argnums=0)

@@ -16,11 +16,12 @@ from flax import nnx
 
 from mla_jax.base import qtensor
 from mla_jax.base.errors import Unsupported, printable
-from mla_jax.base.qtensor import REORDERED, QTensor
+from mla_jax.base.qtensor import BY_COLUMN, REORDERED, QTensor
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.expert_copies import expert_slots
 from mla_jax.mesh.partition import Layout, refuse_uneven
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.fp8_up import stays_fp8
 from mla_jax.model.kernels import takes_reordered
 from mla_jax.model.moe import MoE, Places
 from mla_jax.model.ops import Shapes
@@ -138,6 +139,11 @@ class Checkpoint:
             and self.stored[path] not in PLAIN_DTYPES
         )
 
+    def _is_by_column(self, path: str) -> bool:
+        """Whether a half of kv_b_proj stays in FP8."""
+        is_half = self.slots[path].get_metadata()["role"] == "heads"
+        return self.asked is None and is_half and stays_fp8(self.stored[path], self.config)
+
     def _takes_reordered(self, path: str) -> bool:
         """Whether a kernel takes one device's part. What can be cut only as it is stored is cut, and not reordered."""
         slot, format = self.slots[path], self.stored[path]
@@ -234,6 +240,8 @@ class Checkpoint:
         format = self.stored[path]
         if self._packs(path):
             return qtensor.abstract(format + REORDERED if path in self.reordered else format, shape)
+        if self._is_by_column(path):
+            return qtensor.abstract(BY_COLUMN, shape)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
 
     def bytes(self, placement: Placement = ON_DEVICE, host: bool = False) -> int:

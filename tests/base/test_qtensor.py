@@ -187,7 +187,7 @@ def test_a_stack_can_be_mapped_scanned_and_indexed_without_being_unpacked_as_a_w
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(256,), (130, 512), (2, 3, 256)], ids=str)
 def test_bytes_are_counted_without_memory_and_are_what_arrays_take(format, shape):
-    if len(shape) < 2 and format == "fp8_block":
+    if len(shape) < 2 and format in ("fp8_block", "fp8_column"):
         shape = (1, *shape)
     assert nbytes(format, shape) == random_tensor(format, shape).nbytes == abstract(format, shape).nbytes
 
@@ -213,7 +213,7 @@ def test_rows_that_do_not_end_with_a_block_are_refused(shape):
         abstract("Q4_K", shape)
 
 
-@pytest.mark.parametrize(("format", "shape"), [("fp8_block", (5,)), ("int8", ()), ("int4_g32", ())])
+@pytest.mark.parametrize(("format", "shape"), [("fp8_block", (5,)), ("fp8_column", (5,)), ("int8", ()), ("int4_g32", ())])
 def test_shapes_of_too_few_axes_are_refused(format, shape):
     with pytest.raises(BadFile, match=f"no {format} tensor has the shape"):
         abstract(format, shape)

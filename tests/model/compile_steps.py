@@ -2,8 +2,8 @@
 
     python compile_steps.py [KIND ..]       (of KINDS; by default all)
 
-For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these, and
-operations that copy the pool."""
+For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these,
+operations that copy the pool, and those that write a half of kv_b_proj in bfloat16."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax import Config, Transformer
 from mla_jax.base import qtensor, roofline
-from mla_jax.base.qtensor import REORDERED
+from mla_jax.base.qtensor import BY_COLUMN, REORDERED
 from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
@@ -83,6 +83,8 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
         format = "Q5_0" if format == "Q4_K" and variable.shape[-1] % 256 else format
         is_reordered = about["role"] != "rows" and packed.why_not(format, variable.shape) is None
         value = qtensor.abstract(format + REORDERED * is_reordered, variable.shape)
+    if about["role"] == "heads" and format == "fp8_block":
+        value = qtensor.abstract(BY_COLUMN, variable.shape)
     return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=here), value)
 
 
@@ -114,7 +116,7 @@ def shapes_of(kind: Kind, chunk: int) -> Iterator[ProgramShape]:
         yield from (ProgramShape(name, rows=COPIED) for name in ("copy_out", "copy_in"))
 
 
-def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruct], half: tuple[int, ...]) -> dict[str, Any]:
     found = program.lower(*given).compile()
     text, memory = found.as_text(), found.memory_analysis()
     sizes = {",".join(map(str, flat)) for a in pool.values() for flat in (a.shape, (prod(a.shape[:2]), *a.shape[2:]))}
@@ -126,6 +128,7 @@ def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruc
         "aliased": memory.alias_size_in_bytes,
         "sorts": text.count(" sort("),
         "slices": text.count('"name":"dynamic_slice_fusion"'),
+        "widened": len(re.findall(rf" = bf16\[{','.join(map(str, half))}\]\S* fusion\(", text)),
         "copies": [one.group(0) for one in moving.finditer(text) if one.group(2) != "scatter"],
     }
 
@@ -141,7 +144,7 @@ def main(names: list[str]) -> None:
         about = {"kind": name, "planned": planned, "heads": model.dispatch.caches_heads}
         for shape in shapes_of(kind, model.dispatch.chunk(model)):
             given = programs._arguments(pool, rows, shape)
-            found = compiled(programs.all[shape.name], given, pool)
+            found = compiled(programs.all[shape.name], given, pool, model.layers[0].attn.uk.shape)
             print(json.dumps(about | shape._asdict() | found), flush=True)
 
 

@@ -2,15 +2,16 @@
 
 import jax
 
-from mla_jax.base import roofline
+from mla_jax.base import qtensor, roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
-from mla_jax.base.qtensor import REORDERED
+from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.cache.paged import INDEX_K, NOTES, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
+from mla_jax.model.fp8_up import stays_fp8
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.parts import unpacked_bytes
+from mla_jax.model.parts import packed_shapes, unpacked_bytes
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import MemoryPlan
@@ -37,6 +38,7 @@ def explain(
         *_mesh(planned),
         *_reordered(formats),
         *_unpacked(model),
+        *_up(model),
         *_forms(model, prompt, planned.context),
         *_cache(model, planned),
         *_dropped(model, eviction),
@@ -71,6 +73,20 @@ def _unpacked(model: Transformer) -> list[str]:
     how = "are unpacked before every product, which takes longer than bf16; --dtype bfloat16 unpacks them while loading"
     found = unpacked_bytes(model)
     return [f"packed weights: {gib(size)} in {name} {how}" for name, size in found.items()]
+
+
+def _up(model: Transformer) -> list[str]:
+    """Whether kv_b_proj stays in FP8 where a checkpoint has it so."""
+    config = model.config
+    if isinstance(model.layers[0].attn.uk.get_value(), QTensor):
+        return ["kv_b_proj: stays in FP8; its codes are converted as they are multiplied"]
+    block = config.quantization_config and config.quantization_config.weight_block_size
+    if not block or not packed_shapes(model) or stays_fp8(qtensor.fp8_format(block), config):
+        return []
+    head = f"{config.qk_nope_head_dim} + {config.v_head_dim} rows of a head"
+    return [
+        f"kv_b_proj: unpacked to {model.dtype} while loading; blocks of {block[0]} rows do not fit the {head}"
+    ]
 
 
 def explain_programs(programs: Programs, planned: MemoryPlan) -> str:
