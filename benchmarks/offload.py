@@ -35,8 +35,8 @@ from mla_jax.cache import paged
 from mla_jax.decode.loop import Programs
 from mla_jax.mesh.cost import MeshCost, Pass
 from mla_jax.mesh.host_cost import OnHost, Routed
-from mla_jax.model import parts
-from mla_jax.model.moe import ExpertPlan, MoE, Router, weigh
+from mla_jax.model import kernels, parts
+from mla_jax.model.moe import ExpertPlan, MoE, Router, rule_of
 from mla_jax.offload import calibrate
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.place import most_chosen
@@ -80,12 +80,9 @@ class Skewed(Router):
         ranks = np.random.default_rng(seed).permutation(router.config.n_routed_experts or 0) + 1
         self.tilt = nnx.Variable(jnp.asarray(-np.log(ranks), jnp.float32))
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = jax.nn.softmax(
-            x.astype(jnp.float32) @ self.weight[...].astype(jnp.float32).T + self.tilt[...]
-        )
-        chosen, topk_ids = jax.lax.top_k(scores, self.config.num_experts_per_tok or 1)
-        return topk_ids, weigh(chosen, self.config)
+    def __call__(self, x: jax.Array, some: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        rule = rule_of(self.config) | {"scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+        return kernels.router(self.logits(x) + self.tilt[...], None, some, **rule)
 
 
 def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, Experts]]:

@@ -26,7 +26,7 @@ from mla_jax.base.limits import gib
 from mla_jax.base.qtensor import format_of
 from mla_jax.base.quantization import read_quantization
 from mla_jax.weights.fill import PLAIN_DTYPES
-from mla_jax.weights.hf_names import HF
+from mla_jax.weights.hf_names import table_of
 from mla_jax.weights.layouts import Field, FileLayout, layout_of
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
@@ -134,14 +134,14 @@ def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
 
 
 def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
-    config, found = checkpoint.config, []
+    config, table, found = checkpoint.config, table_of(checkpoint.config), []
     repeated = {
         name: path for name, path in copies(checkpoint).items() if name.startswith(("model.", "lm_head."))
     }
     for path, source in checkpoint.sources.items():
         if source.part is value_half or path.endswith("attn.uv"):
             continue  # written with uk
-        target = HF.find(path, config)
+        target = table.find(path, config)
         exact = checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)

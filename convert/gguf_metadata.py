@@ -26,7 +26,7 @@ from mla_jax.weights.gguf_keys import (
     LOG_MULTIPLIER,
     MTP_LAYERS,
     OF_A_HEAD,
-    ROPE_KEYS,
+    ROPE_NAMES,
     VALUE_LENGTH,
     YARN_KEYS,
 )
@@ -101,8 +101,8 @@ def _leading_dense(config: Config) -> int:
 def _rope(scaling: RopeScaling | None) -> Metadata:
     if scaling is None:
         return {}
-    found: Metadata = {name: getattr(scaling, field) for field, name in ROPE_KEYS.items()}
-    found[ROPE_KEYS["factor"]] = float(scaling.factor)
+    found: Metadata = {name: getattr(scaling, field) for field, name in ROPE_NAMES.items()}
+    found[ROPE_NAMES["factor"]] = float(scaling.factor)
     if scaling.rope_type != "yarn":
         return found
     found |= {name: float(getattr(scaling, field)) for field, name in YARN_KEYS.items()}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import fp8
+from pallas_kernels.router import Rule
 
 
 class MlaDecodeCase(NamedTuple):
@@ -429,6 +430,88 @@ def moe_decode_inputs(case: MoeDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
         "up": weights(*up),
         "down": weights(*down),
     }
+
+
+class RouterCase(NamedTuple):
+    name: str
+    tokens: int
+    experts: int
+    rule: Rule
+    has_bias: bool = False
+    padding: int = 0  # tokens that choose nothing
+    equal: bool = False  # all scores
+
+
+V3_RULE = Rule(8, "sigmoid", 8, 4, norm_topk_prob=True, scale=2.5)
+ROUTER = [
+    RouterCase("V2-Lite, one token", 1, 64, Rule(6)),
+    RouterCase("V2-Lite, some tokens are padding", 256, 64, Rule(6), padding=17),
+    RouterCase("V2", 8, 160, Rule(6, n_group=8, topk_group=3, scale=16.0)),
+    RouterCase("V3, one token", 1, 256, V3_RULE, has_bias=True),
+    RouterCase("V3", 64, 256, V3_RULE, has_bias=True, padding=3),
+    RouterCase("V3, all scores are equal", 2, 256, V3_RULE, has_bias=True, equal=True),
+    RouterCase("Kimi-K2", 8, 384, V3_RULE._replace(n_group=1, topk_group=1), has_bias=True),
+    RouterCase("normalised, all scores are equal", 3, 128, Rule(4, norm_topk_prob=True), equal=True),
+    RouterCase("sigmoid without a bias", 2, 96, Rule(3, "sigmoid", 3, 1)),
+    RouterCase("groups of one expert", 2, 32, Rule(2, n_group=32, topk_group=5), has_bias=True),
+    RouterCase("every token is padding", 2, 64, Rule(1), padding=2),
+]
+
+
+def router_inputs(case: RouterCase, seed: int = 0) -> dict:
+    """Random logits and biases in steps of a quarter, so that many are equal; NaN in tokens that choose nothing."""
+    rng = np.random.default_rng(seed)
+    some = np.ones(case.tokens, bool)
+    some[rng.permutation(case.tokens)[: case.padding]] = False
+
+    def steps(*shape):
+        return (
+            0.25 if case.equal else np.round(4 * rng.standard_normal(shape)) / 4 + 0.0
+        )  # sorting tells -0 from 0
+
+    logits = np.where(some[:, None], steps(case.tokens, case.experts), np.nan)
+    logits = np.broadcast_to(logits, (case.tokens, case.experts))
+    bias = np.broadcast_to(steps(case.experts), (case.experts,))
+    return {
+        "logits": jnp.asarray(logits, jnp.float32),
+        "bias": jnp.asarray(bias, jnp.float32) if case.has_bias else None,
+        "some": jnp.asarray(some) if case.padding else None,
+    }
+
+
+def router_error(got, wanted, inputs: dict) -> float:
+    """The relative error of the weights; infinite if an id differs."""
+    some = np.ones(len(wanted[0]), bool) if inputs["some"] is None else np.asarray(inputs["some"])
+    same = np.array_equal(got[0], wanted[0])
+    return error(got[1][some], wanted[1][some]) if same else np.inf
+
+
+class RmsNormCase(NamedTuple):
+    name: str
+    rows: int
+    width: int
+    size: float = 1.0
+    adds: bool = True  # a second row
+
+
+RMS_NORM = [
+    RmsNormCase("V2-Lite", 1, 2048),
+    RmsNormCase("V3", 1, 7168),
+    RmsNormCase("narrow", 1, 128),
+    RmsNormCase("an odd number of lines", 1, 640, size=1e-3),
+    RmsNormCase("zeros", 1, 256, size=0.0),
+    RmsNormCase("V3's queries", 1, 1536, adds=False),
+]
+
+
+def rms_norm_inputs(case: RmsNormCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random inputs; two summands differ in size."""
+    rng = np.random.default_rng(seed)
+    names = ("x", "y") if case.adds else ("x",)
+    rows = rng.standard_normal((len(names), case.rows, case.width)) * case.size
+    arrays = {name: 3**i * row for i, (name, row) in enumerate(zip(names, rows, strict=True))}
+    arrays["weight"] = rng.standard_normal(case.width)
+    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()}
 
 
 class HeadsDecodeCase(NamedTuple):

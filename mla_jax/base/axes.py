@@ -24,9 +24,11 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "up": (("qk_nope_head_dim", "v_head_dim"), sum),  # one head's uk and uv, joined as kv_b_proj
     # A token in the cache: c_kv and k_pe
     "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),
+    "index_heads": (("index_n_heads",), prod),
+    "index": (("index_head_dim",), prod),  # one head of the indexer
     "mlp": (("intermediate_size",), prod),
     "experts": (("n_routed_experts",), prod),
-    "scores": (("n_routed_experts",), prod),  # of the router, which every device has whole
+    "scores": (("n_routed_experts", "zero_expert_num"), sum),  # of the router, which every device has whole
     "expert_mlp": (("moe_intermediate_size",), prod),
     "expert_pair": (("moe_intermediate_size", "moe_intermediate_size"), sum),  # gate and up, joined
     "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),

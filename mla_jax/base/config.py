@@ -6,11 +6,13 @@ in a way that is not implemented are refused. Knows nothing of JAX, tensors or t
 from __future__ import annotations  # field types as text: the checks of type read them
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
+from mla_jax.base import indexers
 from mla_jax.base.config_checks import LARGEST_OF, faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
@@ -20,13 +22,15 @@ from mla_jax.base.families import (
     NESTED_TYPES,
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
+    OTHER_WORDS,
+    PAIRED_LAYERS,
     PRESETS,
-    ROPE_NEUTRAL_VALUES,
     SAYING_NOTHING,
     UNSUPPORTED_TYPES,
 )
 from mla_jax.base.files import read_json
 from mla_jax.base.quantization import Quantization, quantization_notes, read_quantization
+from mla_jax.base.rope_settings import RopeScaling, is_length, read_rope, rope_to_hf
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
 OTHER_QUANTIZATION = "hf_quant_config.json"
@@ -34,22 +38,6 @@ LATENT_NORM_EPS = 1e-6  # of q_a_norm and kv_a_norm: the released code does not 
 
 
 @no_type_check  # its values come from a file: `type_faults` checks them all at once
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE frequencies are scaled beyond the trained length: `rope_scaling`, or `rope_parameters` of transformers 5."""
-
-    rope_type: str = "yarn"  # "yarn" or "linear"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-
-
-@no_type_check
 @dataclass(frozen=True)
 class Config:
     """The settings of an MLA model, by the keys of config.json. Construction raises BadConfig with every fault found."""
@@ -74,6 +62,8 @@ class Config:
     n_shared_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
+    zero_expert_num: int = 0  # further experts, which give back what they get
+    shortcut_moe: bool = False  # a dense MLP beside the experts, whose sum the next layer adds
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
     mlp_layer_types: tuple[str, ...] | None = None  # "dense" or "sparse" per layer; overrides the two above
@@ -83,7 +73,19 @@ class Config:
     topk_group: int | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    mla_scale_q_lora: bool = False  # latents are scaled to the model's width
+    mla_scale_kv_lora: bool = False
+    scale_emb: float = 1.0  # the factor on embeddings
+    scale_depth: float | None = None
+    dim_model_base: int | None = None
+    sandwich_norm: bool = False  # what attention and MLP give is normed before it is added
+    post_mlp_layernorm: bool = False  # the same for the sum of a layer's experts alone
     num_nextn_predict_layers: int = 0  # MTP
+    index_topk: int | None = None  # tokens that a query attends to, chosen by a lightning indexer; None: all
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    indexer_types: tuple[str, ...] | None = None  # "full" or "shared" per layer; None: all are full
+    indexer_rope_interleave: bool | None = None  # as rope_interleave, of the indexer's queries and keys
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     quantization_config: Quantization | None = None
@@ -124,20 +126,30 @@ class Config:
     def to_hf(self) -> dict:
         """The content of a config.json that reads back as this config."""
         values = dataclasses.asdict(self)
-        rope = values.pop("rope_scaling")
-        values.pop("quantization_config")
-        values.pop("notes")
-        values = {k: v for k, v in values.items() if v is not None or k in _NULLABLE}
+        for apart in ("rope_scaling", "quantization_config", "notes"):
+            values.pop(apart)
+        values = {k: v for k, v in values.items() if self._is_written(k, v)}
         values["eos_token_id"] = (
             self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         )
         values["num_key_value_heads"] = self.num_attention_heads
-        values["rope_scaling"] = rope and _rope_to_hf(rope)
+        values["rope_scaling"] = rope_to_hf(self)
         if self.quantization_config is not None:
             values["quantization_config"] = self.quantization_config.to_hf()
+        for theirs, ours in OTHER_WORDS.get(self.model_type, {}).items():
+            values |= {theirs: values.pop(ours)} if ours in values else {}
+        if self.model_type in PAIRED_LAYERS:
+            values["num_layers"] = self.num_hidden_layers // 2
+            values.pop("num_hidden_layers")
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
+
+    def _is_written(self, key: str, value: object) -> bool:
+        """Whether an absent `key` would say something else, or no reader knows it."""
+        if key in _SWITCHES and key not in DEFAULTS.get(self.model_type, {}):
+            return value != getattr(Config, key)
+        return value is not None or key in _NULLABLE
 
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts; the MTP layers after the last one always do."""
@@ -149,11 +161,46 @@ class Config:
             return self.mlp_layer_types[layer] == "sparse"
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
+    def has_indexer(self, layer: int) -> bool:
+        """Whether `layer` chooses tokens by itself; the MTP layers after the last one do."""
+        if self.index_topk is None:
+            return False
+        kinds = self.indexer_types
+        return kinds is None or layer >= self.num_hidden_layers or kinds[layer] == indexers.OWN_CHOICE
 
-def _rope_to_hf(rope: dict) -> dict:
-    """Both names of the type, and of the rest what differs from the default."""
-    given = {k: v for k, v in rope.items() if v is not None and (k, v) != ("truncate", True)}
-    return {**given, "type": rope["rope_type"]}
+    @property
+    def adds_experts_alone(self) -> bool:
+        """Whether a layer adds what each of its experts gives, and not their sum changed or later."""
+        is_changed = self.sandwich_norm or self.post_mlp_layernorm or self.residual_scale != 1
+        return not (is_changed or self.shortcut_moe)
+
+    @property
+    def routed_per_token(self) -> float:
+        """Experts with weights among those that a token chooses: of all alike, on average."""
+        chosen, experts = self.num_experts_per_tok or 0, self.n_routed_experts or 0
+        return chosen * experts / (experts + self.zero_expert_num) if self.zero_expert_num else chosen
+
+    @property
+    def q_lora_scale(self) -> float:
+        """The factor on the query's latent once it is normed."""
+        if self.q_lora_rank is None or not self.mla_scale_q_lora:
+            return 1.0
+        return math.sqrt(self.hidden_size / self.q_lora_rank)
+
+    @property
+    def kv_lora_scale(self) -> float:
+        """The same for the latent of keys and values."""
+        return math.sqrt(self.hidden_size / self.kv_lora_rank) if self.mla_scale_kv_lora else 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """The factor on what attention and MLP add to the hidden state."""
+        return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)
+
+    @property
+    def logits_scaling(self) -> float:
+        """The number that the hidden state is divided by before the head."""
+        return 1.0 if self.dim_model_base is None else self.hidden_size / self.dim_model_base
 
 
 def _read(path: Path) -> dict:
@@ -184,25 +231,58 @@ def says_all(folder: Path) -> bool:
 
 def _fields(hf: Mapping) -> dict:
     """The constructor's arguments from the content of a config.json of any family, written by transformers 4 or 5."""
-    model_type = hf.get("model_type", "unknown")
-    if not isinstance(model_type, str):
-        raise BadConfig("model_type is not a name", f"found {shown(model_type)}")
+    model_type = _model_type(hf)
+    hf = _in_our_words(hf, model_type)
     _refuse_other_arithmetic(hf, model_type)
     values: dict[str, Any] = {
-        f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING
+        f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(Config)
     }
     values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
     values |= {k: v for k, v in hf.items() if k in _KNOWN and (v is not None or k in _NULLABLE)}
-    values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
-    if values.get("mlp_layer_types") is not None:
+    values["model_type"] = model_type
+    values["q_lora_rank"] = values["q_lora_rank"] or None  # some write 0 for none
+    values["zero_expert_num"] = values["zero_expert_num"] or 0  # and others none for 0
+    if values["v_head_dim"] is None:
+        values["v_head_dim"] = _share_of_head(values)
+    if values["mlp_layer_types"] is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
-    values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
-    values |= _rope(hf, values)
+    values["eos_token_id"] = _as_tuple(values["eos_token_id"])
+    values |= read_rope(hf, values) | _indexer(hf, values, model_type)
     values["quantization_config"] = read_quantization(hf.get("quantization_config"))
-    return {**values, "model_type": model_type, "notes": _notes(hf, model_type)}
+    return {**values, "notes": _notes(hf, model_type)}
+
+
+def _in_our_words(hf: Mapping, model_type: str) -> Mapping:
+    """The settings by our keys, where a family has others for them."""
+    words = OTHER_WORDS.get(model_type, {})
+    ours = {words.get(key, key): value for key, value in hf.items()}
+    if model_type in PAIRED_LAYERS and is_length(pairs := ours.pop("num_layers", None)):
+        ours["num_hidden_layers"] = 2 * pairs
+    return ours
+
+
+def _model_type(hf: Mapping) -> str:
+    """The family; files that leave it out name a class."""
+    classes = hf.get("architectures")
+    of_class = (family for family, name in ARCHITECTURES.items() if classes == [name])
+    found = hf.get("model_type", next(of_class, "unknown"))
+    if not isinstance(found, str):
+        raise BadConfig("model_type is not a name", f"found {shown(found)}")
+    return found
 
 
 _KNOWN = {f.name for f in dataclasses.fields(Config)} - {"notes"}
+_SWITCHES = {  # of a few families
+    "zero_expert_num",
+    "shortcut_moe",
+    "mla_scale_q_lora",
+    "mla_scale_kv_lora",
+    "scale_emb",
+    "scale_depth",
+    "dim_model_base",
+    "sandwich_norm",
+    "post_mlp_layernorm",
+}
 _NULLABLE = {
     "q_lora_rank",
     "n_routed_experts",
@@ -211,7 +291,16 @@ _NULLABLE = {
     "topk_group",
     "bos_token_id",
     "eos_token_id",
+    "zero_expert_num",
+    "scale_depth",
+    "dim_model_base",
 }
+
+
+def _share_of_head(values: Mapping) -> int | None:
+    """A head's part of the hidden state, which is the width of its values where a family leaves that out."""
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    return width // heads if is_length(width) and is_length(heads) else None
 
 
 def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
@@ -249,79 +338,46 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
             f"config.json of model_type {printable(model_type)} has no kv_lora_rank",
             "models with latent attention have one",
         )
-    if other := [*_other_arithmetic(hf)]:
+    if other := [*_other_arithmetic(hf, model_type)]:
         raise Unsupported("config.json needs arithmetic that is not implemented", *shortened(other, 32))
 
 
-def _other_arithmetic(hf: Mapping) -> Iterator[str]:
+def _other_arithmetic(hf: Mapping, model_type: str) -> Iterator[str]:
     """The keys by which the model computes something that we do not, and their values."""
+    known, kinds = (
+        (indexers.INDEXER_KEYS, indexers.INDEXED_LAYERS)
+        if _indexes(model_type)
+        else ((), ("full_attention",))
+    )
     for key, value in hf.items():
-        neutral = SAYING_NOTHING if key.startswith(OTHER_PREFIXES) else NEUTRAL_VALUES.get(key)
+        if key in known:
+            continue
+        is_other = key.startswith(OTHER_PREFIXES) and key not in _SWITCHES
+        neutral = SAYING_NOTHING if is_other else NEUTRAL_VALUES.get(key)
         if neutral is not None and value not in neutral:
             yield f"{printable(key)} = {shown(value)} (we compute {neutral[0]!r})"
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         yield f"num_key_value_heads = {shown(kv_heads)} (we compute num_attention_heads = {shown(heads)})"
     layers = hf.get("layer_types")
-    if layers is not None and (
-        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
-    ):
-        yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
+    if layers is not None and (not isinstance(layers, list) or any(kind not in kinds for kind in layers)):
+        yield f"layer_types = {shown(layers)} (we compute {kinds[0]} in every layer)"
 
 
-def _rope(hf: Mapping, values: Mapping) -> dict:
-    """`rope_theta` and `rope_scaling` from either spelling; transformers 5 puts both into `rope_parameters`."""
-    old, new = (_rope_settings(hf.get(name), values) for name in ("rope_scaling", "rope_parameters"))
-    if other := [k for k in old if k in new and old[k] != new[k]]:
-        both = [
-            f"{k} is {shown(old[k])} in rope_scaling and {shown(new[k])} in rope_parameters" for k in other
-        ]
-        raise BadConfig("rope_scaling and rope_parameters contradict each other", *both)
-    settings = {"rope_theta": values.get("rope_theta", Config.rope_theta), "rope_type": "default"} | old | new
-    theta = settings.pop("rope_theta")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if settings["rope_type"] == "default" else RopeScaling(**settings),
-    }
+def _indexes(model_type: str) -> bool:
+    """Whether models of this family choose the tokens that they attend to."""
+    return "index_topk" in DEFAULTS.get(model_type, {})
 
 
-def _rope_settings(given: object, values: Mapping) -> dict:
-    """The fields of RopeScaling that `given` sets, absent ones as they are filled in, and its `rope_theta` if it names one."""
-    if not given:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise BadConfig("the RoPE settings are not an object", f"found {shown(given)}")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "yarn", "linear"):
-        raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
-    strange = {
-        k: v
-        for k, v in given.items()
-        if k not in _KNOWN_OF_ROPE and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))
-    }
-    if strange:
-        named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
-        raise Unsupported("the RoPE settings need arithmetic that is not implemented", *shortened(named, 20))
-    theta = {} if given.get("rope_theta") is None else {"rope_theta": given["rope_theta"]}
-    return {**theta, **({"rope_type": kind} if kind == "default" else _filled_in(given, kind, values))}
-
-
-_FIELDS_OF_ROPE = {f.name for f in dataclasses.fields(RopeScaling)}
-_KNOWN_OF_ROPE = {*_FIELDS_OF_ROPE, "type", "rope_theta"}
-
-
-def _filled_in(given: Mapping, kind: str, values: Mapping) -> dict:
-    """The fields of RopeScaling; an absent factor is the ratio of the lengths after and before the stretching."""
-    chosen = {k: v for k, v in given.items() if k in _FIELDS_OF_ROPE and v is not None}
-    longest = values.get("max_position_embeddings", Config.max_position_embeddings)
-    original = chosen.setdefault("original_max_position_embeddings", longest)
-    if "factor" not in chosen and all(_is_length(n) for n in (longest, original)):
-        chosen["factor"] = longest / original
-    return dataclasses.asdict(RopeScaling(**{**chosen, "rope_type": kind}))
-
-
-def _is_length(found: object) -> bool:
-    return isinstance(found, int) and 0 < found <= LARGEST_OF["max_position_embeddings"]
+def _indexer(hf: Mapping, values: Mapping, model_type: str) -> dict:
+    """The layers that choose; elsewhere all of an indexer's keys say nothing."""
+    if not _indexes(model_type):
+        fields = {f.name: f.default for f in dataclasses.fields(Config)}
+        return {name: fields[name] for name in indexers.INDEXER_FIELDS}
+    layers = values.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= LARGEST_OF["num_hidden_layers"]:
+        return {"indexer_types": None}  # the layers are a fault of their own
+    return {"indexer_types": indexers.types_of_layers(hf, layers)}
 
 
 def _as_tuple(value: object) -> tuple:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mla_jax.base import indexers
 from mla_jax.base.errors import printable, shown
+from mla_jax.base.families import PAIRED_LAYERS
 
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
@@ -20,8 +22,11 @@ LARGEST_OF = {
     "num_nextn_predict_layers": 100,
     "num_attention_heads": 1 << 14,
     "n_routed_experts": 1 << 14,
+    "zero_expert_num": 1 << 14,
 }
-LEAST_OF = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}  # else 1
+LEAST_OF: dict[str, int] = dict.fromkeys(  # else 1
+    ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts", "zero_expert_num"), 0
+)
 
 SIZES = (
     "hidden_size",
@@ -37,8 +42,10 @@ SIZES = (
     "moe_layer_freq",
     "first_k_dense_replace",
     "num_nextn_predict_layers",
+    "zero_expert_num",
 )
-SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")
+SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts", "dim_model_base")
+SIZES_OF_INDEXERS = ("index_topk", "index_n_heads", "index_head_dim")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -54,12 +61,16 @@ RANGES = (
     FieldRange(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
     FieldRange(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
     FieldRange(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    FieldRange(("scale_emb",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    FieldRange(("scale_depth",), lambda factor: factor is None or 0 < factor < 1e6, "a positive number"),
     FieldRange(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
 )
 ROPE_RANGES = (
     FieldRange(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
     FieldRange(
-        ("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"
+        ("mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta"),
+        lambda x: x is None or 0 <= x < 1e6,
+        "0 or more",
     ),
     FieldRange(
         ("original_max_position_embeddings",),
@@ -67,7 +78,8 @@ ROPE_RANGES = (
         f"1 to {LARGEST_OF['max_position_embeddings']:,}",
     ),
 )
-TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+# V2's two, and V3's with a bias and without
+TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc", "none")
 SCORING_FUNCS = ("softmax", "sigmoid")
 
 
@@ -98,7 +110,7 @@ def _fits(value: object, kind: str) -> bool:
     if kind == "float":
         return type(value) in (int, float)
     if kind.startswith("tuple["):
-        return isinstance(value, tuple) and all(type(x).__name__ == kind[6:9] for x in value)
+        return isinstance(value, tuple) and all(_fits(x, kind[6:].partition(",")[0]) for x in value)
     return type(value).__name__ in (kind, kind + "Type")  # NoneType
 
 
@@ -106,6 +118,8 @@ def _sizes(c: "Config") -> list[str]:
     names = [*SIZES, *(name for name in SIZES_IF_GIVEN if getattr(c, name) is not None)]
     if c.n_routed_experts is not None:
         names += SIZES_OF_EXPERTS
+    if c.index_topk is not None:
+        names += SIZES_OF_INDEXERS
     return [fault for name in names if (fault := _size_fault(name, getattr(c, name)))]
 
 
@@ -137,6 +151,24 @@ def _broken(rules: tuple[FieldRange, ...], part: object, prefix: str) -> list[st
     ]
 
 
+def _pairs(c: "Config") -> list[str]:
+    if c.model_type not in PAIRED_LAYERS or c.num_hidden_layers % 2 == 0:
+        return []
+    return [f"num_hidden_layers is {shown(c.num_hidden_layers)}, expected pairs of layers"]
+
+
+def _longrope(c: "Config") -> list[str]:
+    if c.rope_scaling is None or c.rope_scaling.rope_type != "longrope":
+        return []
+    pairs = c.qk_rope_head_dim // 2
+    factors = {name: getattr(c.rope_scaling, name) or () for name in ("short_factor", "long_factor")}
+    return [
+        f"rope_scaling.{name} is {shown(found)}, expected {pairs} positive numbers, half of qk_rope_head_dim"
+        for name, found in factors.items()
+        if len(found) != pairs or min(found, default=0) <= 0
+    ]
+
+
 def _layer_types(c: "Config") -> list[str]:
     if c.mlp_layer_types is None:
         return []
@@ -153,13 +185,11 @@ def _routing(c: "Config") -> list[str]:
     experts, chosen = c.n_routed_experts, c.num_experts_per_tok
     if experts is None or chosen is None or min(experts, chosen, c.n_group or 1, c.topk_group or 1) <= 0:
         return []
-    found = []
+    found, experts = [], experts + max(c.zero_expert_num, 0)
     if chosen > experts:
         found.append(f"num_experts_per_tok is {shown(chosen)}, but n_routed_experts only {shown(experts)}")
     if c.topk_method not in TOPK_METHODS:
-        found.append(
-            f"topk_method is {printable(c.topk_method)}, expected greedy, group_limited_greedy or noaux_tc"
-        )
+        found.append(f"topk_method is {printable(c.topk_method)}, expected one of {', '.join(TOPK_METHODS)}")
     if c.scoring_func not in SCORING_FUNCS:
         found.append(f"scoring_func is {printable(c.scoring_func)}, expected softmax or sigmoid")
     if c.topk_method == "greedy":
@@ -182,4 +212,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _pairs, _longrope, indexers.indexer_faults)

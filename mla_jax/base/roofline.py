@@ -78,11 +78,34 @@ def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
     return itemsize * (config.kv_lora_rank + rope)
 
 
+def chooses(config: Config, attended: int) -> bool:
+    """Whether indexers choose among so many tokens: up to a number of them all are attended to."""
+    return config.index_topk is not None and attended > config.index_topk
+
+
+def read_tokens(config: Config, rows: int, new: int, attended: int) -> int:
+    """Cached tokens that a layer's attention reads: those of each row, or of each new token those that it has chosen."""
+    return rows * new * (config.index_topk or 0) if chooses(config, attended) else rows * attended
+
+
+def choice_cost(config: Config, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+    """FLOPs and bytes of one indexer without its projections, nothing where it does not choose.
+
+    Keys are read once, and the products of all its heads are written and read in float32."""
+    if not chooses(config, attended):
+        return Cost(0.0, 0.0)
+    heads, width = config.index_n_heads or 0, config.index_head_dim or 0
+    products = rows * new * attended * heads
+    return Cost(2 * products * width, itemsize * rows * attended * width + 2 * 4 * products)
+
+
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
-    The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`, `kernel_naive`
-    as `naive`."""
+    The kernels write no scores: `kernel_latents` and `kernel_chosen` compute as `move_elided` does, `kernel_heads` as
+    `compressed`, `kernel_naive` as `naive`. Where tokens are chosen, each new token reads its own."""
+    if chooses(config, attended):
+        rows, new, attended = rows * new, 1, config.index_topk or 0
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
@@ -105,6 +128,7 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
         "absorbed": over.plus(bytes=itemsize * copies + scores),
         "move_elided": over.plus(bytes=scores),
         "kernel_latents": over,
+        "kernel_chosen": over,
     }[form]
 
 
@@ -123,7 +147,7 @@ def step_cost(config: Config, form: str, rows: int, new: int, attended: int, ite
 
 def experts_touched(config: Config, tokens: int) -> float:
     """Routed experts of a layer that `tokens` touch on average, when each is as likely as any other."""
-    experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
+    experts, chosen = config.n_routed_experts or 0, config.routed_per_token
     return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
@@ -162,7 +186,8 @@ def attention_seconds(config: Config, on: Device, form: str, rows: int, new: int
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line on the cost of a form here, next to the alternative form's."""
-    other = "compressed" if form in ("move_elided", "absorbed", "kernel_latents") else "move_elided"
+    over_latents = ("move_elided", "absorbed", "kernel_latents", "kernel_chosen")
+    other = "compressed" if form in over_latents else "move_elided"
 
     def said(name: str) -> str:
         cost = attention_cost(config, name, rows, new, attended, on.itemsize)
@@ -190,7 +215,7 @@ def chunk(config: Config, on: Device, shards: int = 1) -> int:
     if on.platform == "cpu":
         return CHUNK_ON_A_CPU
     tokens_of_an_expert = on.flops / on.bandwidth  # two operations a weight and token, two bytes a weight
-    tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.num_experts_per_tok or 1)
+    tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.routed_per_token or 1)
     least, most = CHUNK
     every = min(max(1 << math.ceil(math.log2(max(tokens, 1))), least), most)
     return every if shards == 1 else max(1 << int(math.log2(every / shards)), CHUNK_OF_A_SHARD)
@@ -209,6 +234,50 @@ def block_slots(config: Config, platform: str, rows: int, new: int, itemsize: in
     most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
     each = block_bytes(config, rows, new, 1, itemsize)
     return min(most, max(64, 1 << max(budget // each, 1).bit_length() - 1))
+
+
+class ChoiceSizes(NamedTuple):
+    """Of a step whose tokens choose those that they attend to."""
+
+    slots: int  # of each line that are scored at a time
+    choosing: int  # new tokens of each line that choose at a time
+    attending: int | None  # new tokens of each line that attend at a time; None: all, by a kernel
+
+
+def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize: int) -> ChoiceSizes:
+    """Powers of two, with which scores of an indexer, and what a form makes of the chosen tokens, stay below a bound."""
+    most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
+    topk = config.index_topk or 0
+    slots = 1 << max(most, topk).bit_length() - 1
+    scored = scored_bytes(config, slots)
+    choosing = 1 << max(budget // (lines * scored), 1).bit_length() - 1
+    if form == "kernel_chosen":
+        return ChoiceSizes(slots, choosing, None)
+    read = topk * chosen_bytes(config, form, itemsize)
+    return ChoiceSizes(slots, choosing, 1 << max(budget // (lines * read), 1).bit_length() - 1)
+
+
+# Of 4 bytes, for each candidate while the best are selected: bits, slots, places and their copies
+SELECTING = 8
+
+
+def scored_bytes(config: Config, slots: int) -> int:
+    """Bytes for each new token that chooses among `slots` tokens and those that are best so far."""
+    heads, topk = config.index_n_heads or 0, config.index_topk or 0
+    return 4 * (slots * heads + (slots + topk) * SELECTING)
+
+
+def chosen_bytes(config: Config, form: str, itemsize: int) -> int:
+    """Bytes for each pair of a new token and one that it has chosen: copied latents, scores, and heads where they are rebuilt."""
+    heads, latent = config.num_attention_heads, config.kv_lora_rank + config.qk_rope_head_dim
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    made = {
+        "naive": heads * head,
+        "compressed": 2 * heads * head,
+        "absorbed": heads * latent,
+        "move_elided": latent,
+    }
+    return 2 * 4 * heads + itemsize * (latent + made[form])
 
 
 def block_bytes(config: Config, rows: int, new: int, slots: int, itemsize: int) -> int:

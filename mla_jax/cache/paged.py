@@ -12,7 +12,7 @@ On a mesh with a `context` axis of C devices, each of them has a part of every p
 the same on all; slots are of the tokens that are here."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -35,6 +35,9 @@ NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in BITS.items()}
 # Retrieval's metadata of tokens and pages (cache/retrieve.py); attention ignores it.
 ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G V L]
 NOTES = {ASKED, SUMMARY}
+# What an indexer caches of tokens (model/indexer.py), in those layers that have one; attention ignores it too.
+INDEX_K = "index_k"
+ASIDE = NOTES | {INDEX_K}
 
 Pool = dict[str, Shaped[Array, "G ..."]]
 
@@ -42,15 +45,22 @@ Pool = dict[str, Shaped[Array, "G ..."]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer's part of a pool: its pages begin at page `first`."""
+    """One layer's part of a pool: its pages begin at page `first`, and those of its indexer's keys at `first_of_index`."""
 
     pool: Pool
     first: Int[Array, ""]
+    first_of_index: Int[Array, ""] | None = None  # None: the layer has no indexer
 
     @property
     def size(self) -> int:
         """Tokens of a page."""
         return page_size(self.pool)
+
+    @property
+    def of_index(self) -> "Layer":
+        """The same pages, of the indexer's keys."""
+        assert self.first_of_index is not None, "this layer has no indexer"
+        return dataclasses.replace(self, first=self.first_of_index)
 
 
 class StepRows(NamedTuple):
@@ -101,19 +111,21 @@ def init(
     size: int = PAGE,
     *,
     page: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    fewer: Mapping[str, int] | None = None,
     as_bits: bool = False,
 ) -> Pool:
     """A pool with `pages` pages for each of `layers` layers; `token` has the shapes of one token in a layer, as `[1 1 ..]`, and
-    `page` those of a page's metadata, as `[1 ..]`.
+    `page` those of a page's metadata, as `[1 ..]`. Names that `fewer` layers have are there with their number.
 
     `as_bits` stores narrow floats as integers, for a CPU."""
+    of_layers = fewer or {}
 
-    def zeros(one: jax.ShapeDtypeStruct, *shape: int) -> Array:
+    def zeros(name: str, one: jax.ShapeDtypeStruct, *shape: int) -> Array:
         dtype = BITS.get(jnp.dtype(one.dtype), one.dtype) if as_bits else one.dtype
-        return jnp.zeros((layers * pages, *shape), dtype)
+        return jnp.zeros((of_layers.get(name, layers) * pages, *shape), dtype)
 
-    of_tokens = {name: zeros(one, size, *one.shape[2:]) for name, one in token.items()}
-    return of_tokens | {name: zeros(one, *one.shape[1:]) for name, one in (page or {}).items()}
+    of_tokens = {name: zeros(name, one, size, *one.shape[2:]) for name, one in token.items()}
+    return of_tokens | {name: zeros(name, one, *one.shape[1:]) for name, one in (page or {}).items()}
 
 
 def numbers(pool: Mapping[str, Array]) -> Pool:
@@ -265,8 +277,12 @@ def summaries(layer: Layer, table: Int[Array, "B P"]) -> Float[Array, "B P V L"]
     return _numbers(layer.pool[SUMMARY].at[table + layer.first].get(mode="clip"))
 
 
-def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
-    """The contents of `count` pages of each line, from its page `first` on; zeros in slots that hold nothing of it."""
+def read(
+    layer: Layer, view: View, first: Array | int, count: int, names: Collection[str] | None = None
+) -> dict[str, Shaped[Array, "B S ..."]]:
+    """The contents of `count` pages of each line, from its page `first` on; zeros in slots that hold nothing of it.
+
+    These are the arrays of the `names`; by default those that attention reads."""
     table, filled = (
         jax.lax.dynamic_slice_in_dim(array, first, count, axis=-1) for array in (view.table, view.filled)
     )
@@ -281,7 +297,26 @@ def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, 
         )
         return found if _lanes(table) == 1 else jnp.moveaxis(found, 0, 2)
 
-    return {name: gathered(array) for name, array in layer.pool.items() if name not in NOTES}
+    names = layer.pool.keys() - ASIDE if names is None else names
+    return {name: gathered(array) for name, array in layer.pool.items() if name in names}
+
+
+def read_slots(
+    layer: Layer, slots: Int[Array, "B K"], counts: Int[Array, " B"]
+) -> dict[str, Shaped[Array, "B K ..."]]:
+    """The arrays that attention reads, of single tokens; zeros behind the first `counts` of a row.
+
+    Slots count from the layer's first page."""
+    page, place = jnp.divmod(slots, layer.size)
+    held = jnp.arange(slots.shape[1]) < counts[:, None]
+
+    def gathered(array: Array) -> Array:
+        found = _numbers(array.at[page + layer.first, place].get(mode="clip"))
+        return jnp.where(
+            held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype)
+        )
+
+    return {name: gathered(array) for name, array in layer.pool.items() if name not in ASIDE}
 
 
 def _of_pages(array: Shaped[Array, "G Z ..."], first: Array, table: Int[Array, "*H B P"]) -> Array:

@@ -8,13 +8,13 @@ from jaxtyping import Array, Int, Shaped
 from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.model.transformer import Transformer
 
-Contents = dict[str, Shaped[Array, "K L Z ..."]]
+Contents = dict[str, Shaped[Array, "K _ Z ..."]]  # of as many layers as have the name
 
 
 def copy_out(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> tuple[Pool, Contents]:
     """The pool as it is, and what `pages` hold; for one past the last page anything."""
     at = _in_layers(model, pool, pages)
-    return pool, {name: array.at[at].get(mode="clip") for name, array in pool.items()}
+    return pool, {name: array.at[at[name]].get(mode="clip") for name, array in pool.items()}
 
 
 def copy_in(
@@ -22,16 +22,19 @@ def copy_in(
 ) -> tuple[Pool, Contents]:
     """The pool with `contents` in `pages`, without those for a page past the last; and the contents, whose memory was donated."""
     at = _in_layers(model, pool, pages)
-    return {name: array.at[at].set(contents[name], mode="drop") for name, array in pool.items()}, contents
+    filled = {name: array.at[at[name]].set(contents[name], mode="drop") for name, array in pool.items()}
+    return filled, contents
 
 
-def _in_layers(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> Int[Array, "K L"]:
-    """Where a page of each layer is in the pool; NOWHERE for one past the last."""
-    layers = model.cached_layers
-    count = next(iter(pool.values())).shape[0] // layers
-    return jnp.where(
-        pages[:, None] < count, pages[:, None] + count * jnp.arange(layers, dtype=jnp.int32), NOWHERE
-    )
+def _in_layers(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> dict[str, Int[Array, "K L"]]:
+    """Where a page of each layer is in each array of the pool; NOWHERE for one past the last."""
+    count = model.pages_of_layer(pool)
+
+    def places(layers: int) -> Int[Array, "K L"]:
+        firsts = count * jnp.arange(layers, dtype=jnp.int32)
+        return jnp.where(pages[:, None] < count, pages[:, None] + firsts, NOWHERE)
+
+    return {name: places(array.shape[0] // count) for name, array in pool.items()}
 
 
 # The programs by name: their functions, and how many of the arguments are donated

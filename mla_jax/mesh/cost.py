@@ -83,6 +83,8 @@ class Parts:
     chunk: int  # tokens of prompts that a data shard reads at a time
     forms: tuple[tuple[str, ...], tuple[str, ...]]
     exchange: str = "auto"  # of tokens with experts
+    indexers: int = 0  # layers that choose tokens
+    index_key: float = 0.0  # bytes that a token leaves for each of them
     guess: "Parts | None" = None
 
     @property
@@ -169,8 +171,11 @@ class MeshCost:
         """The least that one device must read: weights, of routed experts those that are touched, and attended cache."""
         kinds = ("attention", "heads", "dense", "shared", "router", "head")
         weights = sum(self.parts.weights[kind].bytes for kind in kinds)
-        cached = work.rows * math.ceil(work.attended / self.of(CONTEXT)) * self.parts.latent
-        return weights + self._experts(work).bytes + self.parts.layers * cached
+        held = math.ceil(work.attended / self.of(CONTEXT))
+        cached = roofline.read_tokens(self.config, work.rows, work.new, held) * self.parts.latent
+        indexed = work.rows * held * self.parts.index_key if roofline.chooses(self.config, held) else 0
+        layers, indexers = self.parts.layers, self.parts.indexers
+        return weights + self._experts(work).bytes + layers * cached + indexers * indexed
 
     def costs(self, work: Pass) -> dict[str, Cost]:
         """Operations and bytes of the parts of a pass on one device, in all layers together."""
@@ -181,7 +186,14 @@ class MeshCost:
         }
         chosen = work.rows if work.reads_prompts else tokens
         head = Cost(2 * chosen * kinds["head"].numbers, kinds["head"].bytes)
-        return found | {"held": self._attending(work), "experts": self._experts(work), "head": head}
+        held = {"held": self._attending(work), "choice": self._choice(work)}
+        return found | held | {"experts": self._experts(work), "head": head}
+
+    def _choice(self, work: Pass) -> Cost:
+        """Indexers, which every device along `tensor` computes."""
+        parts = self.parts
+        one = roofline.choice_cost(self.config, work.rows, work.new, work.attended, parts.itemsize)
+        return Cost(parts.indexers * one.flops, parts.indexers * one.bytes)
 
     def _attending(self, work: Pass) -> Cost:
         """Attention to cached tokens, in and out of their space; of a cache that is narrower than the form counts."""
@@ -192,7 +204,8 @@ class MeshCost:
             for n in (held, 0)
         )
         narrower = roofline.held_bytes(self._of_device, form, parts.itemsize) - parts.latent
-        read = whole.bytes - weights.bytes - work.rows * held * narrower
+        tokens = roofline.read_tokens(self.config, work.rows, work.new, held)
+        read = whole.bytes - weights.bytes - tokens * narrower
         return Cost(parts.layers * whole.flops, parts.layers * read + parts.weights["heads"].bytes)
 
     def form(self, rows: int, new: int, attended: int) -> str:
@@ -213,8 +226,7 @@ class MeshCost:
 
     def _pairs(self, work: Pass) -> float:
         """Of a token and one of its experts, on one device, in a layer."""
-        chosen = self.config.num_experts_per_tok or 0
-        return self._every(work) * work.new * chosen / self.of(*MESH_AXES)
+        return self._every(work) * work.new * self.config.routed_per_token / self.of(*MESH_AXES)
 
     def _experts(self, work: Pass) -> Cost:
         """Routed experts of the layers that the device computes, and replicas of the others."""
@@ -303,7 +315,8 @@ class MeshCost:
         summed = self._speech.total(activations, (TENSOR,))  # after o_proj, an MLP and the embedding
         # XLA adds shared and routed experts before it sums them
         together = exchange == "gather" and self.of(CONTEXT) == 1
-        shared = summed if config.n_shared_experts and not together else NOTHING
+        is_apart = config.shortcut_moe or (config.n_shared_experts and not together)
+        shared = summed if is_apart else NOTHING
         attention = (summed + self._merging(tokens, prefilled)) * self.parts.layers
         mlps = summed * dense + (routed + shared) * moe
         return summed + attention + mlps + self._choosing(unembedded), exchange

@@ -37,9 +37,7 @@ class Routed(NamedTuple):
     def evenly(cls, config: Config) -> "Routed":
         """All experts are equally likely, and none is replicated."""
         experts = config.n_routed_experts or 1
-        return cls(
-            np.full((1, experts), (config.num_experts_per_tok or 0) / experts), np.zeros((1, experts), bool)
-        )
+        return cls(np.full((1, experts), config.routed_per_token / experts), np.zeros((1, experts), bool))
 
     def touched(self, tokens: int) -> tuple[float, float]:
         """How many experts per layer `tokens` tokens choose on the host and among the replicas, on average."""
@@ -75,7 +73,7 @@ def host_seconds(
     touched, _ = routed.touched(tokens)
     if not touched:
         return 0.0
-    pairs = tokens * (config.num_experts_per_tok or 0) * routed.host_share
+    pairs = tokens * config.routed_per_token * routed.host_share
     return rates.seconds(Cost(2 * pairs * expert_weights(config), touched * expert_bytes))
 
 
@@ -85,7 +83,7 @@ def stream_seconds(
     """Seconds of one layer's routed experts when all are copied to the device, unpacked and computed there."""
     experts, weights = config.n_routed_experts or 0, expert_weights(config)
     packed, unpacked = experts * expert_bytes, experts * device.itemsize * weights
-    computed = Cost(2 * tokens * (config.num_experts_per_tok or 0) * weights, unpacked)
+    computed = Cost(2 * tokens * config.routed_per_token * weights, unpacked)
     return packed / rates.link + (packed + unpacked) / device.bandwidth + computed.seconds(device)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch, Known
@@ -76,6 +76,26 @@ class StepCache(NamedTuple):
         return _finish(
             *_joined(jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start))[1:]
         )
+
+
+class ChosenTokens(NamedTuple):
+    """As a StepCache, of new tokens that attend to tokens of their own each: the first `counts` of its slots.
+
+    A kernel takes lines of new tokens, other forms a row for each."""
+
+    layer: Layer
+    slots: Int[Array, "*B K"]  # counted from the layer's first page
+    counts: Int[Array, "*B"]
+    reads: Callable[[Cached], Cached] = dict
+
+    def attend(self, of_block: OfBlock) -> Float[Array, "B 1 N V"]:
+        """The softmax of all scores times all values."""
+        cached = self.reads(paged.read_slots(self.layer, self.slots, self.counts))
+        seen = jnp.arange(self.slots.shape[1]) < self.counts[:, None]
+        return _finish(*_scored(of_block, cached, seen[:, None, None])[1:])
+
+
+HeldTokens = StepCache | ChosenTokens  # what a form attends to
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:

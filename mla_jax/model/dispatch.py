@@ -7,7 +7,7 @@ from shapes that are written a second time: the function that will run is traced
 import dataclasses
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,16 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope
+from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope, token_choice
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.mixed_attention import MixedSelection
+from mla_jax.model.mixed_attention import MixedChoice, MixedSelection
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.ops import Shapes
 from mla_jax.model.page_selection import PageSelection
+from mla_jax.model.token_choice import MaskChoice, TokenChoice
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -40,6 +41,7 @@ OVER_HEADS = ("naive", "kernel_naive")  # the forms that cache heads
 FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name not in OVER_HEADS}
 FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 Selection = PageSelection | MixedSelection
+Choosing = TokenChoice | MaskChoice | MixedChoice
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
 ATTENTION_NAMES = ("auto", *mla.FORMS, "fused")
 
@@ -49,7 +51,8 @@ class AttentionPlan(NamedTuple):
 
     form: mla.Form
     prepare: Callable[[Any], Any]  # makes what the form needs of a batch
-    retrieving: Selection | None  # some of the pages, where that is asked for
+    retrieving: Selection | None = None  # some of the pages, where that is asked for
+    choosing: Choosing | None = None  # some of the tokens, where the model has indexers and more are cached
 
 
 class StepPlan(NamedTuple):
@@ -62,6 +65,7 @@ class StepPlan(NamedTuple):
     layers_differ: bool = False  # each has dropped tokens of its own
     watch: Watch | None = None  # what is asked of each layer's attention
     retrieving: Selection | None = None  # some of the pages, where that is asked for
+    choosing: Choosing | None = None  # some of the tokens, where the model has indexers and more are cached
 
     def of_layer(self, number: Any) -> "StepPlan":
         """The plan for a layer; the same for all unless layers have dropped tokens."""
@@ -112,10 +116,11 @@ class Dispatch:
             self._expert_plan(model, *batch.positions.shape),
             rope.turns(batch.positions, model.config),
         )
-        form, prepare, retrieving = attention
+        form, prepare, retrieving, choosing = attention
         differ = batch.tables is not None
         shared = by_layer(prepare, batch) if differ else prepare(batch)
-        return StepPlan(form, shared, turns, experts, differ, retrieving=retrieving)
+        edits = {"retrieving": retrieving, "choosing": choosing}
+        return StepPlan(form, shared, turns, experts, differ, **edits)
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
@@ -124,8 +129,10 @@ class Dispatch:
         def prepare(batch: Batch) -> Any:
             return form.prepare(batch, pool, self.seen(model.config), slots)
 
+        if choosing := self._choice(model, batch, pool, name, prepare):
+            return AttentionPlan(form, prepare, choosing=choosing)
         if pool is None or self.retrieval is None:
-            return AttentionPlan(form, prepare, None)
+            return AttentionPlan(form, prepare)
         retrieving = page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
         return AttentionPlan(form, prepare, retrieving)
 
@@ -139,10 +146,29 @@ class Dispatch:
         def prepare(batch: MixedBatch) -> Any:
             return mixed_attention.prepared(batch, line.prepare, decode.prepare)
 
-        form, retrieving = mixed_attention.mixed(line.form, decode.form), None
+        forms = line.form, decode.form
+        form, retrieving, choosing = mixed_attention.mixed(*forms), None, None
         if isinstance(line.retrieving, PageSelection) and isinstance(decode.retrieving, PageSelection):
-            retrieving = MixedSelection(line.retrieving, decode.retrieving, (line.form, decode.form))
-        return AttentionPlan(form, prepare, retrieving)
+            retrieving = MixedSelection(line.retrieving, decode.retrieving, forms)
+        if line.choosing or decode.choosing:
+            of_line, of_rows = (cast(TokenChoice | None, part.choosing) for part in (line, decode))
+            rows, tokens = batch.decode.mask.shape
+            choosing = MixedChoice(of_line, of_rows, forms, (rows, tokens))
+        return AttentionPlan(form, prepare, retrieving, choosing)
+
+    def _choice(
+        self, model: "Transformer", batch: Batch, pool: Pool | None, name: str, prepare: Callable
+    ) -> TokenChoice | MaskChoice | None:
+        """How the tokens of a step choose; None where there are no more than each may attend to."""
+        config, (lines, new) = model.config, batch.mask.shape
+        if not roofline.chooses(config, new if pool is None else batch.width * paged.page_size(pool)):
+            return None
+        if pool is None:
+            return MaskChoice(config.index_topk or 0, prepare(batch))
+        sizes = (self.device.platform, name, lines, model.dtype.itemsize)
+        return token_choice.choice_of_step(
+            batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes)
+        )
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""
@@ -192,6 +218,8 @@ class Dispatch:
     def forms(self, model: "Transformer", rows: int, new: int, attended: int) -> tuple[str, ...]:
         """The forms of which such a step takes the fastest."""
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
+        if roofline.chooses(model.config, attended):
+            return (self._form_of_chosen(model, rows, new, attended),)
         if self.caches_heads and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
             return ("kernel_naive" if has_kernel else "naive",)
@@ -201,6 +229,15 @@ class Dispatch:
             return "move_elided", "compressed"
         # The kernel writes no scores; where arithmetic alone decides, it comes first
         return kernel, "move_elided"
+
+    def _form_of_chosen(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
+        """The form for new tokens that each attend to tokens of their own."""
+        if self.attention in mla.FORMS:
+            return self.attention
+        if self.attention == "fused":
+            return "kernel_chosen"
+        has_kernel = self.attention_kernel(model, "kernel_chosen", rows, new, attended) != "xla"
+        return "kernel_chosen" if has_kernel else "move_elided"
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
@@ -221,7 +258,12 @@ class Dispatch:
             layer = paged.Layer(model.new_pool(rows * pages, layers=1), jnp.int32(0))
             step = row.prepare(batch, layer.pool, config, paged.PAGE)
             turns = rope.turns(batch.positions, config)
-            return nnx.merge(graph, weights)(x, layer, row, step, turns)[0]
+            choosing = chosen = None
+            if form == "kernel_chosen":
+                sizes = roofline.choice_sizes(config, self.device.platform, form, rows, model.dtype.itemsize)
+                choosing = token_choice.choice_of_step(batch, layer.pool, config, sizes)
+                chosen = token_choice.nothing(choosing)
+            return nnx.merge(graph, weights)(x, layer, row, step, turns, None, choosing, chosen)[0]
 
         return kernels.who_computes(attend, weights, x).get(_OPS[form], "xla")
 
@@ -235,7 +277,9 @@ class Dispatch:
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def reach(self, model: "Transformer") -> int:
-        """Tokens, held and new, of prompts that share a line."""
+        """Tokens, held and new, of prompts that share a line. An indexer scores all of a line's tokens with all of these."""
+        if model.config.index_topk is not None:
+            return roofline.REACH
         chunk = self.chunk(model)
         name = self.form_name(model, 1, chunk, chunk)
         has_kernel = name == "kernel_heads" and self.attention_kernel(model, name, 1, chunk, chunk) != "xla"
@@ -289,4 +333,9 @@ class Dispatch:
 
 
 # The op that a form is named for
-_OPS = {"kernel_latents": "mla_decode", "kernel_heads": "mla_prefill", "kernel_naive": "heads_decode"}
+_OPS = {
+    "kernel_latents": "mla_decode",
+    "kernel_heads": "mla_prefill",
+    "kernel_naive": "heads_decode",
+    "kernel_chosen": "mla_sparse",
+}

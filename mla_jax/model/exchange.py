@@ -37,6 +37,8 @@ def by_gathering(
 
 def own_ids(topk_ids: Int[Array, "n K"], experts: int) -> Int[Array, "n K"]:
     """The ids counted from this device's first expert; `experts` for experts of other devices."""
+    if across.size(MESH_AXES) == 1:
+        return topk_ids
     here = topk_ids - across.index(MESH_AXES) * experts
     return jnp.where((here >= 0) & (here < experts), here, experts)
 

@@ -2,9 +2,11 @@
 
 `kernel_latents` is move-elided attention as one kernel: a few new tokens attend to latents, each read once. `kernel_heads` is
 compressed attention with a kernel as its second half: many new tokens attend to each other, then to heads that are rebuilt from
-the cached latents before them, block by block. `kernel_naive` is naive attention of one new token a row, as one kernel; where
-heads have dropped tokens of their own, each reads its own pages."""
+the cached latents before them, block by block. `kernel_chosen` is move-elided attention of each new token to tokens that it has
+chosen, as one kernel. `kernel_naive` is naive attention of one new token a row, as one kernel; where heads have dropped tokens of
+their own, each reads its own pages."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, kernels, rope
-from mla_jax.model.block_attention import StepCache, finite
+from mla_jax.model.block_attention import ChosenTokens, StepCache, finite
 from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
 from mla_jax.model.mla import Form, Queries, heads, latents
 
@@ -74,12 +76,13 @@ def rotate_and_append(
     config: Config,
 ) -> tuple[Queries, Layer]:
     """Rotates queries and keys, normalises the latent with `weight`, and writes the new tokens to the pool, in one kernel."""
-    tokens = (paged.slots_in(layer, step.rows), *step.turns)
+    tokens = (paged.slots_in(layer, step.rows), step.turns.cos, step.turns.sin)
     pool = paged.numbers(layer.pool)
     q_pe, pool = kernels.rope_append(
         q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave
     )
-    return (q[..., : config.qk_nope_head_dim], q_pe), Layer(paged.stored(pool, layer.pool), layer.first)
+    q_nope, pool = q[..., : config.qk_nope_head_dim], paged.stored(pool, layer.pool)
+    return (q_nope, q_pe), dataclasses.replace(layer, pool=pool)
 
 
 def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
@@ -188,8 +191,18 @@ def _cached(held: StepCache) -> Layer:
     return held.layer
 
 
+def kernel_chosen(q: Queries, held: ChosenTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
+    layer, pool = held.layer, paged.numbers(held.layer.pool)
+    q_c = to_latent(q[0], up[0])
+    latents = fp8_latent.latent_operand(pool), pool["k_pe"]
+    slots = held.slots + layer.first * layer.size
+    o_c = kernels.mla_sparse(q_c, q[1], *latents, slots, held.counts, scale)
+    return from_latent(o_c, up[1], o_c.dtype)
+
+
 KERNELS = {
     "kernel_latents": Form(latents, kernel_latents, prepare_latents, rotate_and_append),
     "kernel_heads": Form(latents, kernel_heads, prepare_heads),
     "kernel_naive": Form(heads, kernel_naive, prepare_cached_heads),
+    "kernel_chosen": Form(latents, kernel_chosen),
 }

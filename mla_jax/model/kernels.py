@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import qtensor
 from mla_jax.base.axes import TENSOR
@@ -169,6 +169,21 @@ def mla_decode(
     return jnp.concatenate(out, axis=2), jnp.concatenate(lse, axis=2)
 
 
+def mla_sparse(
+    q_c: Float[Array, "B T N R"],
+    q_pe: Float[Array, "B T N E"],
+    c_kv: Any,
+    k_pe: Float[Array, "G Z E"],
+    slots: Int[Array, "B T K"],
+    counts: Int[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N R"]:
+    """Attention of each query to the first `counts` of its own slots in a pool of latents `[G Z R]`."""
+    from pallas_kernels import mla_sparse as kernel
+
+    return kernel.mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, scale=scale)[0]
+
+
 def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_table: Array) -> int:
     """Into how many parts of equally many heads `queries` (rows, tokens, heads) must be cut for the kernel over latents in E4M3
     to take each; 1 where it takes all at once, or none."""
@@ -303,6 +318,43 @@ def operand(w: Weight, dtype: jnp.dtype) -> Any:
     if isinstance(w, QTensor) and w.reordered:
         return qtensor.as_packed(w)
     return Fp8(*w.parts) if isinstance(w, QTensor) and w.format == "fp8_block" else plain(w, dtype)
+
+
+def router(
+    logits: Float[Array, "n X"],
+    bias: Float[Array, " X"] | None,
+    some: Bool[Array, " n"] | None,
+    **rule: Any,
+) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
+    """The chosen experts and their weights, by the fields of a kernel's `Rule`; the id X for tokens that are not in `some`."""
+    from pallas_kernels import router as kernel
+
+    return kernel.router(logits, bias, some, rule=kernel.Rule(**rule))
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Divides by the root mean square, in float32, as the released models do."""
+    from pallas_kernels import rms_norm as kernel
+
+    return kernel.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=eps)[1].reshape(x.shape)
+
+
+def add_rms_norm(
+    x: Float[Array, "*B D"], y: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """`x + y`, and its norm."""
+    from pallas_kernels import rms_norm as kernel
+
+    rows = [a.reshape(-1, a.shape[-1]) for a in (x, y)]
+    total, normed = kernel.rms_norm(rows[0], weight, rows[1], eps=eps)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
+    """Where the k largest numbers of each row are, of equals the first before the next."""
+    from pallas_kernels import router as kernel
+
+    return kernel.xla.largest(x, k)
 
 
 def moe_decode(

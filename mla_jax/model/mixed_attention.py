@@ -1,6 +1,7 @@
 """Attention of a pass that reads prompts and decodes rows: the tokens of each kind by a form of their own, all else as one."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from mla_jax.base.batch import MixedBatch
 from mla_jax.cache.paged import Layer, StepRows
 from mla_jax.model.block_attention import StepCache
 from mla_jax.model.fp8_up import Up
+from mla_jax.model.indexer import IndexQueries
 from mla_jax.model.mla import Form, Queries
 from mla_jax.model.page_selection import PageSelection
-
-Attends = Callable[..., Array]  # as of a Form
+from mla_jax.model.token_choice import Attends, TokenChoice
 
 
 class MixedStep(NamedTuple):
@@ -72,6 +73,35 @@ class MixedSelection(NamedTuple):
         """As PageSelection has it."""
         line, decode = self.forms
         return both(line.attends, functools.partial(self.decode.attended, decode.attends))(q, held, up, scale)
+
+
+class MixedChoice(NamedTuple):
+    """The choice of tokens of both kinds; None where a kind attends to everything."""
+
+    line: TokenChoice | None
+    decode: TokenChoice | None
+    forms: tuple[Form, Form]
+    shape: tuple[int, int]  # of the tokens that are decoded
+
+    def chosen(self, queries: IndexQueries, keys: Float[Array, "1 T I"], layer: Layer) -> tuple[Any, Any]:
+        """As TokenChoice has it."""
+        parts = _parts((queries, keys), keys.shape[1] - math.prod(self.shape), self.shape)
+        line, decode = (
+            None if kind is None else kind.chosen(queries, keys, layer)
+            for kind, (queries, keys) in zip((self.line, self.decode), parts, strict=True)
+        )
+        return line, decode
+
+    def attended(
+        self, chosen: tuple[Any, Any], attends: Attends, q: Queries, held: StepCache, up: Up, scale: float
+    ) -> Array:
+        """As TokenChoice has it."""
+        kinds = zip((self.line, self.decode), chosen, self.forms, strict=True)
+        line, decode = (
+            form.attends if kind is None else functools.partial(kind.attended, found, form.attends)
+            for kind, found, form in kinds
+        )
+        return both(line, decode)(q, held, up, scale)
 
 
 def _parts(tree: Any, tokens: int, shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -22,13 +22,14 @@ from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
-from mla_jax.model.block_attention import Cached, StepCache
+from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
 from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
-from mla_jax.model.kernels import contracted, linear
-from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
+from mla_jax.model.indexer import Indexer, Picks
+from mla_jax.model.kernels import contracted, linear, rms_norm
+from mla_jax.model.ops import norm_weight, parameter, plain
 
 if TYPE_CHECKING:
-    from mla_jax.model.dispatch import Selection
+    from mla_jax.model.dispatch import Choosing, Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 
@@ -50,7 +51,7 @@ def heads(
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
 
-def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def naive(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches every head's key and value, as any transformer does."""
     joined = jnp.concatenate(q, -1)
 
@@ -61,14 +62,14 @@ def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B 
     return held.attend(block).astype(joined.dtype)
 
 
-def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def compressed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
     up = plain_up(up, q[0].dtype)  # once, not for each block
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
 
-def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def absorbed(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
     uk, uv = plain_up(up, q[0].dtype)
@@ -85,7 +86,7 @@ def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, 
     return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), uv)
 
 
-def move_elided(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
     q_c = to_latent(q[0], up[0])
 
@@ -122,11 +123,16 @@ FORMS = {
 }
 
 
+def rescaled(weight: Float[Array, " R"], factor: float) -> Float[Array, " R"]:
+    return weight if factor == 1 else weight * factor
+
+
 class MLA(nnx.Module):
     """The attention layer: projections around a form, `x [B T D]` in and out."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, indexes: bool = False):
         self.config = config
+        self.indexer = Indexer(config, rngs) if indexes else None
         if config.q_lora_rank is None:
             self.q_proj = parameter(config, rngs, "heads*query", "model")
         else:
@@ -147,32 +153,40 @@ class MLA(nnx.Module):
         step: Any,
         turns: rope.Turns,
         retrieving: "Selection | None" = None,
-    ) -> tuple[Float[Array, "B T D"], Layer | None]:
+        choosing: "Choosing | None" = None,
+        chosen: Picks = None,
+    ) -> tuple[Float[Array, "B T D"], Layer | None, Picks]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
-        the cached pages alone."""
+        the cached pages alone. With `choosing` it attends to the tokens that the layer's indexer chooses, or to those `chosen` by
+        a layer below; these it returns, too."""
         up, scale = self.up, rope.softmax_scale(self.config)
-        q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
+        c_q = self.query_latent(x)
+        q, kv = rope.grown(self.query_heads(c_q), turns), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
-            q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
+            q, layer = form.appends(q, kv, self.kv_weight, layer, step, self.config)
             new = {}
         else:
             q = self.turned(q, turns)
             new = form.remembers(*self.keys(kv, turns), up, x)
             layer = None if layer is None else paged.append(layer, new, step.rows)
+        if self.indexer is not None:
+            layer, chosen = self.indexer(x, c_q, turns, layer, step, choosing)
+        attends = form.attends
         if layer is not None and retrieving is not None:
             layer = retrieving.noted(layer, q, up, form.reads)
             attends = functools.partial(retrieving.attended, form.attends)
-        else:
-            attends = form.attends
-        return self.projected(attends(q, StepCache(new, layer, step, form.reads), up, scale)), layer
+        if choosing is not None:
+            attends = functools.partial(choosing.attended, chosen, form.attends)
+        out = attends(q, StepCache(new, layer, step, form.reads), up, scale)
+        return self.projected(out), layer, chosen
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q = self.turned(self.queries(x), turns)
+        q = self.turned(rope.grown(self.queries(x), turns), turns)
         held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
@@ -188,14 +202,26 @@ class MLA(nnx.Module):
     def up(self) -> Up:
         return self.uk[...], self.uv[...]
 
+    @property
+    def kv_weight(self) -> Float[Array, " R"]:
+        """The factors on the normed latent."""
+        return rescaled(self.kv_a_norm[...], self.config.kv_lora_scale)
+
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Of the heads whose keys and values this device can make."""
+        return self.query_heads(self.query_latent(x))
+
+    def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
+        """The input of the queries' projection: their normed latent, or `x` itself where they have none."""
         if self.config.q_lora_rank is None:
-            q = linear(x, self.q_proj[...])
-        else:
-            latent = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS)
-            q = linear(latent, self.q_b_proj[...])
-        q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
+            return x
+        weight = rescaled(self.q_a_norm[...], self.config.q_lora_scale)
+        return rms_norm(linear(x, self.q_a_proj[...]), weight, LATENT_NORM_EPS)
+
+    def query_heads(self, c_q: Float[Array, "B T _"]) -> Float[Array, "B T N H"]:
+        """The queries of a latent."""
+        q = linear(c_q, (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)[...])
+        q = q.reshape(*c_q.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)
 
     def turned(self, q: Float[Array, "B T N H"], turns: rope.Turns) -> Queries:
@@ -207,4 +233,4 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
         c_kv, k_pe = jnp.split(kv, [self.config.kv_lora_rank], axis=-1)
         k_pe = rope.rotate(k_pe, turns, self.config.rope_interleave)
-        return rms_norm(c_kv, self.kv_a_norm[...], LATENT_NORM_EPS), k_pe
+        return rms_norm(c_kv, self.kv_weight, LATENT_NORM_EPS), k_pe

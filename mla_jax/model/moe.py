@@ -17,7 +17,7 @@ from mla_jax.base.config import Config
 from mla_jax.model.exchange import Exchange
 from mla_jax.model.exchange import by_gathering as gather_tokens
 from mla_jax.model.grouped import ExpertWeights, Grouped, chosen_weights, ragged
-from mla_jax.model.kernels import contracted, linear, moe_decode, swiglu
+from mla_jax.model.kernels import contracted, linear, moe_decode, router, swiglu
 from mla_jax.model.ops import parameter, plain, take_one
 
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
@@ -32,80 +32,46 @@ class Router(nnx.Module):
         if config.topk_method == "noaux_tc":
             self.bias = parameter(config, rngs, "scores", exact=True)
 
-    def __call__(self, x: Float[Array, "n D"]) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
-        """The chosen experts and their weights, in float32: near-ties would route differently in less."""
-        c = self.config
-        logits = jnp.dot(
-            x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
-        )
-        scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
-        # without a bias logits are in the same order, and need not wait for the scores
-        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else logits
-        topk_ids = largest(within_groups(choice, c), c.num_experts_per_tok or 1)
-        return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
+    def __call__(
+        self, x: Float[Array, "n D"], some: Bool[Array, " n"] | None = None
+    ) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
+        """The chosen experts and their weights. Tokens that are not in `some`, if given, get no expert."""
+        return router(self.logits(x), self.biases(), some, **rule_of(self.config))
+
+    def biases(self) -> Float[Array, " X"] | None:
+        """Added to the scores by which experts are chosen; zeros where a router of V3's kind has none of its own."""
+        if self.config.topk_method == "noaux_tc":
+            return self.bias[...]
+        return jnp.zeros(self.weight.shape[0]) if self.config.topk_method == "none" else None
+
+    def logits(self, x: Float[Array, "n D"]) -> Float[Array, "n X"]:
+        """In float32: near-ties would route differently in less."""
+        weight = self.weight[...].astype(jnp.float32)
+        return jnp.dot(x.astype(jnp.float32), weight.T, precision=jax.lax.Precision.HIGHEST)
+
+    def choice(self, logits: Float[Array, "n X"], scores: Float[Array, "n X"]) -> Float[Array, "n X"]:
+        """The numbers by which experts and groups are chosen. V2's logits are in the order of its scores, and need not wait."""
+        if self.config.topk_method == "noaux_tc":
+            return scores + self.bias[...]
+        return scores if self.config.topk_method == "none" else logits
 
 
-def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "n X"]:
-    """-inf for experts outside the best `topk_group` groups. V2 rates a group by its best expert, V3 by its two best."""
-    groups, kept = config.n_group or 1, config.topk_group or config.n_group or 1
-    if config.topk_method == "greedy" or kept == groups:
-        return choice
-    members = choice.reshape(-1, groups, choice.shape[-1] // groups)
-    alone = config.topk_method == "group_limited_greedy" or members.shape[-1] == 1
-    rating = members.max(-1) if alone else best_two(members)
-    is_open = ranks(rating) < kept
-    return jnp.where(is_open[:, :, None], members, -jnp.inf).reshape(choice.shape)
+def rule_of(config: Config) -> dict[str, Any]:
+    """How experts are chosen and weighed, as `kernels.router` takes it.
 
-
-def best_two(x: Float[Array, "*B X"]) -> Float[Array, "*B"]:
-    """The sum of the two largest numbers."""
-
-    def by_sorting(x: Array) -> Array:
-        return jax.lax.top_k(x, 2)[0].sum(-1)
-
-    return jax.lax.platform_dependent(x, cuda=by_adding, default=by_sorting)
-
-
-def by_adding(x: Float[Array, "*B X"]) -> Float[Array, "*B"]:
-    """`best_two`, as the largest sum of two: one kernel on a GPU, where sorting is two."""
-    is_itself = jnp.eye(x.shape[-1], dtype=bool)
-    return jnp.where(is_itself, -jnp.inf, x[..., :, None] + x[..., None, :]).max((-2, -1))
-
-
-def ranks(x: Float[Array, "*B X"]) -> Int[Array, "*B X"]:
-    """How many numbers come before each from the largest on, of equals the first before the next."""
-    i = jnp.arange(x.shape[-1])
-    mine, other = x[..., :, None], x[..., None, :]
-    return ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
-
-
-def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
-    """Where the k largest numbers of each row are, of equals the first before the next."""
-
-    def by_sorting(x: Array) -> Array:
-        return jax.lax.top_k(x, k)[1]
-
-    if x.size * x.shape[1] > COMPARISONS:
-        return by_sorting(x)
-    return jax.lax.platform_dependent(x, cuda=lambda x: by_comparing(x, k), default=by_sorting)
-
-
-COMPARISONS = 1 << 22  # of one choice on a GPU at most
-
-
-def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
-    """`largest`, by each number's rank: two kernels on a GPU, where sorting is three and slower ones."""
-    i, rank = jnp.arange(x.shape[1]), ranks(x)
-    return jnp.where(rank[:, None] == jnp.arange(k)[:, None], i, x.shape[1] - 1).min(-1)
-
-
-def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
-    """V2's released code normalises or scales, V3's does both."""
-    v2 = config.topk_method != "noaux_tc"
-    normalise = config.norm_topk_prob and not (v2 and config.num_experts_per_tok == 1)
-    if normalise:
-        chosen = chosen / (chosen.sum(-1, keepdims=True) + 1e-20)
-    return chosen if normalise and v2 else chosen * config.routed_scaling_factor
+    V2's released code normalises or scales, V3's does both."""
+    v2 = config.topk_method in ("greedy", "group_limited_greedy")
+    chosen = config.num_experts_per_tok or 1
+    normalise = config.norm_topk_prob and not (v2 and chosen == 1)
+    groups = 1 if config.topk_method == "greedy" else config.n_group or 1
+    return {
+        "num_experts_per_tok": chosen,
+        "scoring_func": config.scoring_func,
+        "n_group": groups,
+        "topk_group": min(config.topk_group or groups, groups),
+        "norm_topk_prob": normalise,
+        "scale": 1.0 if normalise and v2 else config.routed_scaling_factor,
+    }
 
 
 def dense(
@@ -233,6 +199,15 @@ class Experts(nnx.Module):
         return {"device": (self.gate.get_value(), self.down.get_value())}
 
 
+class Delayed(NamedTuple):
+    """The whole sum of a layer's experts, which the next layer adds."""
+
+    sum: Float[Array, "n D"]
+
+    def collect(self, after: Array) -> Float[Array, "n D"]:
+        return self.sum
+
+
 def settle(x: Float[Array, "B T D"], pending: Deferred | None) -> Float[Array, "B T D"]:
     """`x` and what an earlier layer has left to be added, which is waited for only once `x` is computed."""
     return x if pending is None else x + pending.collect(after=x).reshape(x.shape)
@@ -249,13 +224,17 @@ def slots_of(topk_ids: Int[Array, "n K"], places: Int[Array, "X1 R"]) -> Int[Arr
 
 
 class MoE(nnx.Module):
-    """Routed experts plus the shared ones, which see every token unweighted."""
+    """Routed experts plus the shared ones or a dense MLP, which see every token unweighted.
+
+    Experts without weights give back what they get. Beside a dense MLP the routed experts' sum is for the next layer to add
+    (LongCat-Flash, arXiv 2509.01322)."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.router = Router(config, rngs)
         self.places: Places | None = nnx.data(None)
         self.experts: Any = Experts(config, rngs)
         self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
+        self.dense = MLP(config, rngs) if config.shortcut_moe else None
 
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], plan: ExpertPlan
@@ -265,16 +244,25 @@ class MoE(nnx.Module):
         Masked tokens cost no expert."""
         flat = x.reshape(-1, x.shape[-1])
         n_experts = self.router.config.n_routed_experts or 0
-        topk_ids, topk_weights = self.router(flat)
-        topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, n_experts)
+        topk_ids, topk_weights = self.router(flat, mask.reshape(-1))
+        has_zeros = self.router.config.zero_expert_num > 0
+        if has_zeros:
+            is_zero = (topk_ids >= n_experts) & mask.reshape(-1, 1)
+            zero_weight = jnp.where(is_zero, topk_weights, 0).sum(-1, keepdims=True).astype(x.dtype)
+            topk_ids = jnp.minimum(topk_ids, n_experts)
+        every = self.shared if self.dense is None else self.dense
 
-        def shared_experts(flat: Array) -> Array:
-            return self.shared(flat.reshape(x.shape)) if self.shared is not None else jnp.zeros_like(x)
+        def on_every_token(flat: Array) -> Array:
+            return every(flat.reshape(x.shape)) if every is not None else jnp.zeros_like(x)
 
         slots = topk_ids if self.places is None else slots_of(topk_ids, self.places[...])
-        y, shared, pending = self.experts(flat, slots, topk_weights, plan, shared_experts)
+        y, beside, pending = self.experts(flat, slots, topk_weights, plan, on_every_token)
         load = jnp.bincount(topk_ids.reshape(-1), length=n_experts + 1)[:-1]
-        return y.reshape(x.shape) + shared, load, pending
+        if has_zeros:
+            y += zero_weight * flat
+        if self.dense is not None:
+            return beside, load, Delayed(y)
+        return y.reshape(x.shape) + beside, load, pending
 
 
 class MLP(nnx.Module):

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache.paged import Layer
-from mla_jax.model.kernels import linear
-from mla_jax.model.ops import norm_weight, parameter, rms_norm
+from mla_jax.model.kernels import linear, rms_norm
+from mla_jax.model.ops import norm_weight, parameter
 
 
 class MTP(nnx.Module):
@@ -40,7 +40,7 @@ class MTP(nnx.Module):
                 rms_norm(embedded, self.enorm[...], self.eps),
                 rms_norm(hidden, self.hnorm[...], self.eps),
             ]
-            (x, _), layer, found = self.block(
+            (x, _, _), layer, found = self.block(
                 linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan
             )
             return rms_norm(x, self.norm[...], self.eps), layer, found

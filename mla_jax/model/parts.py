@@ -13,7 +13,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import BY_COLUMN, QTensor
 from mla_jax.base.roofline import Device
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import INDEX_K, PAGE
 from mla_jax.mesh.comm_cost import Sizes
 from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, Parts, WeightSize
 from mla_jax.mesh.partition import Layout
@@ -47,7 +47,9 @@ def parts_of(model: Transformer) -> Parts:
         layers=layers,
         moe_layers=sum(model.config.is_moe(i) for i in range(layers)),
         itemsize=model.dtype.itemsize,
-        latent=page_bytes(model, layers=1) * model.dispatch.layout.context / PAGE,
+        latent=_token_bytes(model, index=False) * model.dispatch.layout.context,
+        indexers=sum(model.config.has_indexer(i) for i in range(layers)),
+        index_key=_token_bytes(model, index=True),
         chunk=model.dispatch.chunk(model),
         forms=_forms(model),
         exchange=model.dispatch.exchange,
@@ -68,7 +70,8 @@ def _guess(model: Transformer, parts: Parts, joining: WeightSize) -> Parts:
     joined = _sum([kinds["attention"], WeightSize(*(part / len(model.mtp) for part in joining))])
     kinds |= {"attention": joined, "head": parts.weights["head"]}
     is_moe = int(model.config.is_moe(parts.layers))
-    return dataclasses.replace(parts, weights=kinds, layers=1, moe_layers=is_moe)
+    indexers = int(model.config.has_indexer(parts.layers))
+    return dataclasses.replace(parts, weights=kinds, layers=1, moe_layers=is_moe, indexers=indexers)
 
 
 def _forms(model: Transformer) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -81,6 +84,12 @@ def page_bytes(model: Transformer, layers: int | None = None) -> int:
     """Bytes of one page on one device, in all layers or in as many."""
     pool = jax.eval_shape(lambda: model.new_pool(1, layers=layers))
     return sum(a.size * a.dtype.itemsize for a in pool.values())
+
+
+def _token_bytes(model: Transformer, index: bool) -> float:
+    """Bytes that a token leaves in a layer on one device: for its attention, or for its `index`."""
+    pool = jax.eval_shape(lambda: model.new_pool(1, layers=1))
+    return sum(a.size * a.dtype.itemsize for name, a in pool.items() if (name == INDEX_K) == index) / PAGE
 
 
 def packed_shapes(model: Transformer) -> list[tuple[int, ...]]:

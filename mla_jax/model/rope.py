@@ -1,6 +1,9 @@
-"""Rotary positions on the `rope` part of queries and keys, with YaRN: frequencies, factor on cos and sin, softmax scale."""
+"""Rotary positions on the `rope` part of queries and keys, with YaRN: frequencies, factor on cos and sin, softmax scale.
+
+Llama 4 also scales a whole query by its position."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,21 +26,27 @@ def softmax_scale(config: Config) -> float:
 
 def amplitude(rope: RopeScaling | None) -> float:
     """The factor on cos and sin: 1 for the DeepSeek releases, whose two mscales are equal."""
-    if rope is None or rope.rope_type != "yarn":
+    if rope is None or rope.rope_type == "linear":
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        trained = rope.original_max_position_embeddings
+        return math.sqrt(1 + math.log(rope.factor) / math.log(trained)) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
     return mscale(rope.factor, 1.0)
 
 
 def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
-    """Radians a position for each rotated pair. YaRN keeps the fast ones, divides the slow ones by `factor`, blends between."""
+    """Radians a position for each rotated pair. YaRN keeps the fast ones, divides the slow ones by `factor`, blends between;
+    longrope divides each by its own."""
     dim, rope = config.qk_rope_head_dim, config.rope_scaling
     kept = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     if rope is None:
         return kept.astype(np.float32)
+    if rope.rope_type == "longrope":
+        return (kept / np.array(rope.short_factor, np.float32)).astype(np.float32)
     stretched = kept / rope.factor
     if rope.rope_type == "linear":
         return stretched.astype(np.float32)
@@ -55,18 +64,37 @@ def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
     return (stretched * slow + kept * (1 - slow)).astype(np.float32)
 
 
-Turns = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+class Turns(NamedTuple):
+    """The effect of positions on queries and keys, in float32: cosine and sine of each pair's angle, times the amplitude, and the
+    factor on each query as a whole, None for 1."""
+
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+    growth: Float[Array, "B T"] | None = None
 
 
 def turns(positions: Int[Array, "B T"], config: Config) -> Turns:
-    """Cosine and sine of each pair's angle, in float32, times the amplitude."""
     angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
-    return jnp.cos(angle) * amplitude(config.rope_scaling), jnp.sin(angle) * amplitude(config.rope_scaling)
+    factor = amplitude(config.rope_scaling)
+    return Turns(jnp.cos(angle) * factor, jnp.sin(angle) * factor, growth(positions, config.rope_scaling))
+
+
+def growth(positions: Int[Array, "B T"], rope: RopeScaling | None) -> Float[Array, "B T"] | None:
+    """Llama 4's factor on queries: one step up at each multiple of the trained length, 1 before the first."""
+    if rope is None or not rope.llama_4_scaling_beta:
+        return None
+    lengths = positions // rope.original_max_position_embeddings
+    return 1 + rope.llama_4_scaling_beta * jnp.log1p(lengths.astype(jnp.float32))
+
+
+def grown(q: Float[Array, "B T N H"], turns: Turns) -> Float[Array, "B T N H"]:
+    """Queries times their positions' factor."""
+    return q if turns.growth is None else q * turns.growth[..., None, None].astype(q.dtype)
 
 
 def rotate(x: Float[Array, "B T *H E"], turns: Turns, interleave: bool) -> Float[Array, "B T *H E"]:
     """Turns the pairs of `x` by their token's angles, in float32. Pairs are neighbours, or halves unless `interleave`."""
-    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), -1) for t in turns)
+    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), -1) for t in turns[:2])
     y = x.astype(jnp.float32)
     pairs = (*y.shape[:-1], -1, 2) if interleave else (*y.shape[:-1], 2, -1)
     axis = -1 if interleave else -2

@@ -19,47 +19,65 @@ from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.kernels import linear
+from mla_jax.model.indexer import Picks
+from mla_jax.model.kernels import add_rms_norm, linear, rms_norm
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import norm_weight, parameter, rms_norm, take
+from mla_jax.model.ops import norm_weight, parameter, take
 
 
 class Block(nnx.Module):
-    """One layer. It takes and returns `(x, pending)`; `pending` is the deferred sum that a later layer adds."""
+    """One layer. It takes and returns `(x, pending, chosen)`: `pending` is the deferred sum that a later layer adds, `chosen` the
+    tokens that later layers without an indexer attend to."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, layer: int):
-        self.eps = config.rms_norm_eps
+        self.eps, self.residual_scale = config.rms_norm_eps, config.residual_scale
         self.attn_norm = norm_weight(config, rngs, "model")
-        self.attn = MLA(config, rngs)
+        self.attn = MLA(config, rngs, config.has_indexer(layer))
+        self.attn_post_norm = norm_weight(config, rngs, "model") if config.sandwich_norm else None
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
+        is_normed = config.sandwich_norm or (config.post_mlp_layernorm and config.is_moe(layer))
+        self.mlp_post_norm = norm_weight(config, rngs, "model") if is_normed else None
 
     def __call__(
-        self, x: Float[Array, "B T D"], pending: Any, batch: AnyBatch, layer: Layer | None, plan: StepPlan
+        self,
+        x: Float[Array, "B T D"],
+        pending: Any,
+        batch: AnyBatch,
+        layer: Layer | None,
+        plan: StepPlan,
+        chosen: Picks = None,
     ):
-        """Returns `((x, pending), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers. With
-        `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
+        """Returns `((x, pending, chosen), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers.
+
+        With `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
             if plan.watch is None:
-                y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns, plan.retrieving)
+                edits = plan.retrieving, plan.choosing, chosen
+                y, layer, chosen = self.attn(normed, layer, plan.form, plan.shared, plan.turns, *edits)
             else:
                 assert layer is not None, "what is watched attends to what is cached"
                 y, found["watched"] = self.attn.watched(
                     normed, layer, plan.form, plan.shared, plan.turns, plan.watch
                 )
-        x = x + y
+            y = y if self.attn_post_norm is None else rms_norm(y, self.attn_post_norm[...], self.eps)
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
-            y = rms_norm(x, self.mlp_norm[...], self.eps)
+            x, y = add_rms_norm(x, self.scaled(y), self.mlp_norm[...], self.eps)
             load = left = None
             if isinstance(self.mlp, MoE):
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
             else:
                 y = self.mlp(y)
+            y = y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm[...], self.eps)
         found |= {} if load is None else {"load": load}
-        return (settle(x + y, pending), left), layer, found
+        return (settle(x + self.scaled(y), pending), left, chosen), layer, found
+
+    def scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The part of `y`, of attention or MLP, that is added to the hidden state."""
+        return y if self.residual_scale == 1 else y * self.residual_scale
 
 
 def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
@@ -68,11 +86,18 @@ def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
     Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls."""
 
     def layer_of(
-        graph: Any, reads_all: bool, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array
+        graph: Any,
+        reads_all: bool,
+        weights: Any,
+        x: Array,
+        pending: Any,
+        chosen: Picks,
+        layer: Layer | None,
+        number: Array,
     ):
         mine = plan.of_layer(number)
         mine = mine.attending_to_all() if reads_all else mine
-        return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
+        return nnx.merge(graph, weights)(x, pending, batch, layer, mine, chosen)
 
     return jax.jit(layer_of, static_argnums=(0, 1)) if traced else layer_of
 
@@ -116,13 +141,16 @@ class Transformer(nnx.Module):
         else:
             assert isinstance(batch, Batch), "one kind of tokens is watched"
             plan = self.dispatch.watching(self, batch, pool, watch)
-        x, pending, aux = self.embedded(tokens), None, {}
+        x, pending, chosen, aux = self.embedded(tokens), None, None, {}
         apply = _block_function(plan, batch, isinstance(x, Tracer))
         for i, block in enumerate(self.layers):
             (graph, weights), reads_all = nnx.split(block), self.dispatch.attends_to_all(i)
             with jax.named_scope(f"layer_{i}"):
                 mine = self.layer_of(pool, i), jnp.int32(i)
-                (x, pending), layer, found = apply(graph, reads_all, weights, x, pending, *mine)
+                below = None if block.attn.indexer is not None else chosen
+                (x, pending, chosen), layer, found = apply(
+                    graph, reads_all, weights, x, pending, below, *mine
+                )
             pool = None if layer is None else layer.pool
             for name, value in found.items():
                 aux.setdefault(name, []).append(value)
@@ -133,8 +161,25 @@ class Transformer(nnx.Module):
         """The part of the pool that belongs to a layer; those of MTP come after the model's."""
         if pool is None:
             return None
-        pages = next(iter(pool.values())).shape[0] // self.cached_layers
-        return Layer(pool, jnp.asarray(index * pages, jnp.int32))
+        pages = self.pages_of_layer(pool)
+        first = jnp.asarray(index * pages, jnp.int32)
+        if not self.indexed:
+            return Layer(pool, first)
+        assert isinstance(index, int), "layers with and without an indexer are told apart before tracing"
+        before = [layer for layer in self.indexed if layer < index]
+        return Layer(pool, first, jnp.int32(len(before) * pages) if index in self.indexed else None)
+
+    def pages_of_layer(self, pool: Pool) -> int:
+        """Pages of each layer in a pool; not all layers have those of an indexer."""
+        every = next(array for name, array in pool.items() if name not in paged.ASIDE)
+        return every.shape[0] // self.cached_layers
+
+    @property
+    def indexed(self) -> list[int]:
+        """The layers that have an indexer, MTP's behind the model's."""
+        if self.config.index_topk is None:
+            return []
+        return [i for i, block in enumerate(self.blocks()) if block.attn.indexer is not None]
 
     @property
     def cached_layers(self) -> int:
@@ -151,6 +196,11 @@ class Transformer(nnx.Module):
         return self.norm.get_value().dtype  # which may be a shape only
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        found = self._rows_of(tokens)
+        return found if self.config.scale_emb == 1 else found * self.config.scale_emb
+
+    def _rows_of(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Those of the embedding, of which each device can have a part."""
         rows = self.embed.shape[0]
         if rows == self.config.vocab_size:
             return take(self.embed[...], tokens, self.dtype)
@@ -165,7 +215,8 @@ class Transformer(nnx.Module):
 
     def own_words(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B w"]:
         """Logits in float32, of the words whose part of the head this device has."""
-        return linear(hidden, self._head[...], out="float32")
+        scaling = self.config.logits_scaling
+        return linear(hidden if scaling == 1 else hidden / scaling, self._head[...], out="float32")
 
     @property
     def cuts_words(self) -> bool:
@@ -215,7 +266,23 @@ class Transformer(nnx.Module):
         count = self.cached_layers if layers is None else layers
         on_cpu = self.dispatch.device.platform == "cpu"
         of_tokens, of_pages = self._notes()
-        return paged.init(token | of_tokens, count, pages, size, page=of_pages, as_bits=on_cpu)
+        index, indexed = self._index_keys(), len(self.indexed) if layers is None else layers
+        return paged.init(
+            token | index | of_tokens,
+            count,
+            pages,
+            size,
+            page=of_pages,
+            fewer={paged.INDEX_K: indexed},
+            as_bits=on_cpu,
+        )
+
+    def _index_keys(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shape of an indexer's key; empty without indexers."""
+        width = self.config.index_head_dim
+        if self.config.index_topk is None or width is None:
+            return {}
+        return {paged.INDEX_K: jax.ShapeDtypeStruct((1, 1, width), self.dtype)}
 
     def _notes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
         """Shapes of retrieval's metadata of one token, and of one page; empty without retrieval."""

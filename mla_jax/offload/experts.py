@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.model.moe import ExpertPlan, largest
+from mla_jax.model.kernels import largest
+from mla_jax.model.moe import ExpertPlan
 from mla_jax.offload.replicated import ReplicatedExperts, split
 from mla_jax.offload.streaming import Packing, abstract_for_kernels, streamed
 

@@ -201,7 +201,7 @@ def splits(wanted: ExpertOptions, figures: Figures, count: int, counted: Routing
 
 def equally_likely(config: Config, layers: int) -> Float[np.ndarray, "L X"]:
     experts = config.n_routed_experts or 1
-    return np.full((layers, experts), (config.num_experts_per_tok or 1) / experts)
+    return np.full((layers, experts), (config.routed_per_token or 1) / experts)
 
 
 def most_chosen(
@@ -247,6 +247,10 @@ def refuse_unplaceable(wanted: ExpertOptions, figures: Figures) -> None:
     )
     _refuse_above("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
     _refuse_above("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
+    if not config.adds_experts_alone:
+        _refuse_above(
+            "defer", wanted.defer, 0, "this model changes the sum of a layer's experts, which must be whole"
+        )
 
 
 def _refuse_above(name: str, value: int | None, most: int, why: str) -> None:

@@ -46,14 +46,14 @@ class Routing:
     @property
     def tokens(self) -> int:
         """How many were counted."""
-        return int(self.counts[0].sum()) // (self.config.num_experts_per_tok or 1)
+        return int(self.counts[0].sum() / (self.config.routed_per_token or 1))
 
     def chosen(self, layers: list[int]) -> np.ndarray:
         """How likely a token is to choose each expert of some layers `[L X]`; all the same where nothing was counted."""
         counts = self.counts[[_layers(self.config).index(layer) for layer in layers]].astype(float)
         totals = counts.sum(1, keepdims=True)
         even = np.full_like(counts, 1 / max(counts.shape[1], 1))
-        return (self.config.num_experts_per_tok or 1) * np.divide(counts, totals, out=even, where=totals > 0)
+        return (self.config.routed_per_token or 1) * np.divide(counts, totals, out=even, where=totals > 0)
 
     def of_layers(self) -> dict[int, np.ndarray]:
         """The counts by the numbers of layers."""

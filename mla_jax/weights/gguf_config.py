@@ -1,7 +1,8 @@
 """Translates the metadata of a GGUF file into the mapping that `Config.from_hf` takes.
 
-The keys are those that llama.cpp's converter writes for its architecture `deepseek2`, which covers every DeepSeek-style model
-(V2, V3, Kimi-K2, Moonlight, GLM-4.7-Flash, Youtu). Knows nothing of files, and of tensors only the names."""
+The keys are those that llama.cpp's converter writes for its architectures `deepseek2`, which covers every DeepSeek-style model
+(V2, V3, Kimi-K2, Moonlight, GLM-4.7-Flash, Youtu), `deepseek32` and `glm-dsa`, whose models have indexers. Knows nothing of
+files, and of tensors only the names."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +13,7 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened
 from mla_jax.base.families import PRESETS
+from mla_jax.base.indexers import OWN_CHOICE, TAKEN_CHOICE, types_of_layers
 from mla_jax.weights.gguf_keys import (
     ARCHITECTURE,
     ARCHITECTURE_KEYS,
@@ -25,13 +27,14 @@ from mla_jax.weights.gguf_keys import (
     LOG_MULTIPLIER,
     MTP_LAYERS,
     OF_A_HEAD,
-    ROPE_KEYS,
+    ROPE_NAMES,
     VALUE_LENGTH,
     YARN_KEYS,
 )
 
-_SPARSE = "it selects tokens with a lightning indexer, which is not implemented"
-_WAITING = {"glm-dsa": _SPARSE, "deepseek32": _SPARSE, "deepseek4": "its attention is not MLA"}
+# Architectures and the model_type of their files; None: the router tells it
+GGUF_ARCHITECTURES = {ARCHITECTURE: None, "deepseek32": "deepseek_v32", "glm-dsa": "glm_moe_dsa"}
+_WAITING = {"deepseek4": "its attention is not MLA"}
 _GLM_VOCABULARY = 154_880  # files of GLM-4.7-Flash can lack expert_gating_func
 
 # whole numbers that every file has
@@ -43,6 +46,14 @@ _NEEDED = (
     "qk_rope_head_dim",
     "max_position_embeddings",
 )
+_NEEDED_BY_INDEXERS = {
+    "index_topk": "attention.indexer.top_k",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+}
+# GLM-5.2 is told by its context; its first files do not say which layers have indexers of their own
+_GLM_5_2_CONTEXT = 1 << 20
+_GLM_5_2_LAYERS = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 # keys that change the arithmetic -> the only value that is implemented
 _NEUTRAL = {
     "attention.indexer.top_k": 0,
@@ -86,7 +97,10 @@ def hf_of_metadata(
         "rope_interleave": True,
         "tie_word_embeddings": "output.weight" not in tensors,
     }
-    hf["model_type"] = "deepseek_v2" if hf.get("scoring_func") == "softmax" else "deepseek_v3"
+    if keys.model_type is None:
+        hf["model_type"] = "deepseek_v2" if hf.get("scoring_func") == "softmax" else "deepseek_v3"
+    else:
+        hf |= {"model_type": keys.model_type} | _indexers(keys, hf, tensors)
     keys.refuse()
     return hf, (*keys.notes, *keys.unknown())
 
@@ -96,9 +110,10 @@ class _Keys:
 
     def __init__(self, metadata: Mapping[str, Any]):
         architecture = metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture != ARCHITECTURE:
-            _refuse_architecture(architecture)
-        self.all, self.prefix = metadata, f"{ARCHITECTURE}."
+        if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
+            raise _other_architecture(architecture)
+        self.model_type = GGUF_ARCHITECTURES[architecture]
+        self.all, self.prefix = metadata, f"{architecture}."
         self.read: set[str] = set()
         self.faults: list[str] = []
         self.notes: list[str] = []
@@ -126,6 +141,16 @@ class _Keys:
     def number(self, name: str, default: Any = ...) -> Any:
         return _decimal(self.get(name, (int, float), default))
 
+    def array(self, name: str) -> np.ndarray | None:
+        """Numbers or truths, one per layer; None if the key is absent."""
+        key = self.prefix + name
+        self.read.add(key)
+        value = self.all.get(key)
+        if value is None or (isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "biu"):
+            return value
+        self.faults.append(f"{key} is {printable(str(value))}, expected a number for each layer")
+        return None
+
     def refuse(self):
         if self.faults:
             counted = f"{len(self.faults)} faults" if len(self.faults) > 1 else "1 fault"
@@ -135,7 +160,7 @@ class _Keys:
         others = [
             name
             for name, value in _NEUTRAL.items()
-            if not _is(self.all.get(self.prefix + name, value), value)
+            if self.prefix + name not in self.read and not _is(self.all.get(self.prefix + name, value), value)
         ]
         if others:
             shown = [
@@ -178,15 +203,16 @@ _WORDS = {
 }
 
 
-def _refuse_architecture(found: Any):
+def _other_architecture(found: Any) -> BadConfig | Unsupported:
     if isinstance(found, str) and found in _WAITING:
-        raise Unsupported(f"architecture {found} is known but not supported", _WAITING[found])
+        return Unsupported(f"architecture {found} is known but not supported", _WAITING[found])
     shown = (
         "the file names no general.architecture"
         if found is None
         else f"found architecture {printable(str(found))}"
     )
-    raise BadConfig("this is not a model that can be read from GGUF", shown, f"known: {ARCHITECTURE}")
+    known = ", ".join(GGUF_ARCHITECTURES)
+    return BadConfig("this is not a model that can be read from GGUF", shown, f"known: {known}")
 
 
 def _layers(keys: _Keys) -> dict[str, Any]:
@@ -246,22 +272,22 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings. All keys are read, so that none is reported as unknown; without a scaling type the others are ignored."""
     found = {"rope_theta": keys.number(ARCHITECTURE_KEYS["rope_theta"], 10000.0), "rope_scaling": None}
-    kind, factor = keys.get(ROPE_KEYS["rope_type"], str, "none"), keys.number(ROPE_KEYS["factor"], 0)
-    original = keys.integer(ROPE_KEYS["original_max_position_embeddings"], None)
+    kind, factor = keys.get(ROPE_NAMES["rope_type"], str, "none"), keys.number(ROPE_NAMES["factor"], 0)
+    original = keys.integer(ROPE_NAMES["original_max_position_embeddings"], None)
     multiplier = keys.number(LOG_MULTIPLIER, None)
     beta = _beta(keys, hf)
     if kind == "none" or not factor:
         return found
     if kind not in ("linear", "yarn"):
         raise Unsupported(
-            f"{keys.prefix}{ROPE_KEYS['rope_type']} {printable(kind)} is not implemented",
+            f"{keys.prefix}{ROPE_NAMES['rope_type']} {printable(kind)} is not implemented",
             "known: none, linear, yarn",
         )
     scaling = {"type": kind, "factor": factor, "original_max_position_embeddings": original}
     if kind == "yarn":
         scaling |= beta | _mscale(multiplier)
     if original is None:
-        keys.faults.append(f"{keys.prefix}{ROPE_KEYS['original_max_position_embeddings']} is missing")
+        keys.faults.append(f"{keys.prefix}{ROPE_NAMES['original_max_position_embeddings']} is missing")
     return {**found, "rope_scaling": scaling}
 
 
@@ -303,9 +329,36 @@ def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "topk_method": method}
 
 
+def _indexers(keys: _Keys, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """The sizes of indexers, and the layers that have one of their own."""
+    found = {ours: keys.integer(theirs) for ours, theirs in _NEEDED_BY_INDEXERS.items()}
+    types = keys.array("attention.indexer.types")
+    layers = hf["num_hidden_layers"]
+    if types is not None:
+        found["indexer_types"] = [OWN_CHOICE if own else TAKEN_CHOICE for own in types.tolist()[:layers]]
+    elif keys.model_type == "glm_moe_dsa" and (hf["max_position_embeddings"] or 0) >= _GLM_5_2_CONTEXT:
+        found |= _GLM_5_2_LAYERS
+        keys.notes.append(
+            "the file does not say which layers choose tokens; they are assumed to be those of GLM-5.2"
+        )
+    unused = _unused_indexers({**hf, **found}, layers, tensors)
+    if unused:
+        keys.notes.append(
+            f"the indexers of {unused} layers are not used: these take the choice of a layer below"
+        )
+    return found
+
+
+def _unused_indexers(hf: Mapping[str, Any], layers: int | None, tensors: Collection[str]) -> int:
+    """Layers that share a choice and for which the file holds an indexer all the same."""
+    kinds = types_of_layers(hf, layers) if isinstance(layers, int) and layers < 1 << 16 else None
+    shared = [i for i, kind in enumerate(kinds or ()) if kind == TAKEN_CHOICE]
+    return sum(f"blk.{i}.indexer.attn_k.weight" in tensors for i in shared)
+
+
 def _gate(keys: _Keys, hf: Mapping[str, Any]) -> int:
     """The number of the router's scoring function."""
-    default = 2 if hf["vocab_size"] == _GLM_VOCABULARY else 1
+    default = 2 if keys.model_type is not None or hf["vocab_size"] == _GLM_VOCABULARY else 1
     gate = keys.integer(GATE, default) or default
     if gate not in GATES:
         keys.faults.append(f"{keys.prefix}{GATE} is {gate}, expected 1 (softmax) or 2 (sigmoid)")

@@ -30,7 +30,7 @@ EXPERT_KEYS = {
     "topk_group": "expert_group_used_count",
 }
 # field of RopeScaling -> key
-ROPE_KEYS = {
+ROPE_NAMES = {
     "rope_type": "rope.scaling.type",
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",

@@ -1,4 +1,4 @@
-"""The names table of GGUF files that llama.cpp's converter wrote for its architecture `deepseek2`.
+"""The names table of GGUF files that llama.cpp's converter wrote for `deepseek2` and the architectures with indexers.
 
 Axes are in numpy's order, as gguf.py gives shapes: the reverse of the file's. Experts are stacked in one tensor, and the
 numbers of MTP layers continue after the last layer's, as in released folders."""
@@ -31,6 +31,11 @@ _LAYER_RULES = (
     NameRule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # files from before April 2025
     NameRule("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
     NameRule("attn.o_proj", "attn_output.weight", "model heads*value"),
+    NameRule("attn.indexer.wq_b", "indexer.attn_q_b.weight", "index_heads*index q_rank"),
+    NameRule("attn.indexer.wk", "indexer.attn_k.weight", "index model"),
+    NameRule("attn.indexer.k_norm", "indexer.k_norm.weight", "index"),
+    NameRule("attn.indexer.k_norm_bias", "indexer.k_norm.bias", "index"),
+    NameRule("attn.indexer.weights_proj", "indexer.proj.weight", "index_heads model"),
     NameRule("mlp.gate", "ffn_gate.weight", "mlp model"),
     NameRule("mlp.up", "ffn_up.weight", "mlp model"),
     NameRule("mlp.down", "ffn_down.weight", "model mlp"),
@@ -59,9 +64,12 @@ _MODEL_RULES = (
 
 
 def _needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Whether no model needs a tensor: MTP's copies of embedding and head; attn_kv_b if the file has both layouts."""
+    """Whether no model needs a tensor: MTP's copies of embedding and head; attn_kv_b if the file has both layouts; an indexer of
+    a layer that takes the choice of one below."""
     if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
         return True  # if it is needed, `Table.resolve` uses it
+    if indexer := re.match(r"blk\.(\d+)\.indexer\.", name):
+        return config.index_topk is not None and not config.has_indexer(int(indexer[1]))
     copy = re.fullmatch(r"blk\.(\d+)\.nextn\.(embed_tokens|shared_head_head)\.weight", name)
     return copy is not None and int(copy[1]) >= config.num_hidden_layers
 

@@ -130,7 +130,7 @@ def open_hf(path: Path) -> Safetensors:
     """Opens a released folder: config.json, and safetensors with the names that transformers writes."""
     config, files = Config.from_hf(path), open_folder(path)
     schemes = (config.quantization_config or Quantization()).schemes
-    return Safetensors("safetensors", files, config, names_of(files.tensors), schemes)
+    return Safetensors("safetensors", files, config, names_of(config, files.tensors), schemes)
 
 
 def _packed(files: Files, layouts: list[FileLayout]) -> Iterator[PackedWeight]:

@@ -1,7 +1,8 @@
 """Name tables: which tensor of a checkpoint holds each of our parameters. A naming scheme is a NameTable of NameRules.
 
 A NameRule is (our path, source name, source axes, part): the axes give the expected shape of the source tensor, `part` slices our
-parameter out of it. `{l}` is a layer number, `{x}` an expert number. Several rules with one path are alternatives, tried in
+parameter out of it. `{l}` is a layer number, `{x}` an expert number; where layers are counted in pairs `{pair}` is the number of
+one, and `{half}` 0 or 1 in it. Several rules with one path are alternatives, tried in
 order; `export` writes the first."""
 
 import difflib
@@ -125,6 +126,10 @@ class NameTable:
     def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Origin:
         """The origin of our parameter `path`: the first alternative whose tensors are all `present`, else the first."""
         found = self.candidates(path, config)
+        if not found:
+            raise self.error(
+                f"{self.described} describes a model with {path}, which checkpoints of this kind do not hold"
+            )
         for origin in found:
             if present is not None and all(name in present for name in origin.names):
                 return origin
@@ -217,12 +222,16 @@ class NameTable:
 def _origin(rule: NameRule, layer: int, config: Config, cuts_stacks: bool) -> Origin:
     words, experts = tuple(rule.axes.split()), range(config.n_routed_experts or 0)
     if "{x}" in rule.theirs:
-        names = tuple(rule.theirs.format(l=layer, x=x) for x in experts)
+        names = tuple(_numbered(rule.theirs, layer, x=x) for x in experts)
         return Origin(names, words, rule.part, tuple(map(Piece, names)), stacked=True)
-    name = rule.theirs.format(l=layer)
+    name = _numbered(rule.theirs, layer)
     stacked = cuts_stacks and words[0] == "experts" and len(words) == 3
     pieces = tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),)
     return Origin((name,), words, rule.part, pieces, stacked)
+
+
+def _numbered(name: str, layer: int, **numbers: int) -> str:
+    return name.format(l=layer, pair=layer // 2, half=layer % 2, **numbers)
 
 
 def _matched(pattern: str | None, names: Iterable[str]) -> set[str]:

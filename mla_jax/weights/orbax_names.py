@@ -4,12 +4,13 @@
 
 from mla_jax.base.config import Config
 from mla_jax.weights.gguf_names import transposed
-from mla_jax.weights.hf_names import LAYER_RULES, MODEL_RULES, MTP_RULES
+from mla_jax.weights.hf_names import LAYER_RULES, MODEL_RULES, MTP_RULES, PAIRED_RULES
 from mla_jax.weights.names import NameRule, NameTable, Origin, key_half, layered, value_half
 
+_RULES = (*LAYER_RULES, *(rule for rule in PAIRED_RULES if rule.ours.startswith("mlp.dense.")))
 _KEPT = tuple(
     NameRule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
-    for r in LAYER_RULES
+    for r in _RULES
     # Without uk and uv, whose rules follow, and without stacked experts, which have three axes
     if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3
 )

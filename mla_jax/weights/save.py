@@ -19,7 +19,7 @@ from mla_jax.base.config import Quantization
 from mla_jax.base.errors import BadFile
 from mla_jax.model.ops import plain
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.hf_names import HF, LINEAR, SCALE
+from mla_jax.weights.hf_names import LINEAR, SCALE, table_of
 from mla_jax.weights.quantize import fp8_blocks
 from mla_jax.weights.safetensors import STORED_DTYPES
 
@@ -46,15 +46,16 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8
 def _tensors(model: Transformer, dtype: str, fp8: bool) -> dict[str, np.ndarray]:
     """The tensors of the file, by their released names."""
     _, state = nnx.split(model)
+    table = table_of(model.config)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     exact = {
-        HF.find(path, model.config).names[0]
+        table.find(path, model.config).names[0]
         for path, v in parameters.items()
         if v.get_metadata().get("exact")
     }
     values = {path: plain(variable[...], jnp.dtype("float32")) for path, variable in parameters.items()}
     tensors = {}
-    for name, value in HF.export(values, model.config):
+    for name, value in table.export(values, model.config):
         if fp8 and LINEAR.fullmatch(name):
             tensors[name], tensors[name + SCALE] = fp8_blocks(np.asarray(value, np.float32))
         else:

@@ -73,9 +73,24 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
         scored, heads, value = 0, config.num_attention_heads, config.v_head_dim
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
         own = rows * new * heads * (itemsize * (2 * query + value) + 3 * 4 * value)
-    if name in ("kernel_latents", "kernel_naive"):
-        return own
-    return own + roofline.block_bytes(config, rows, scored, slots, itemsize)
+    if name not in ("kernel_latents", "kernel_naive"):
+        own += roofline.block_bytes(config, rows, scored, slots, itemsize)
+    return max(own, _choosing_tokens(model, rows, new))
+
+
+def _choosing_tokens(model: Transformer, rows: int, new: int) -> int:
+    """Scores of an indexer, or what attention makes of the chosen tokens, and where these are; 0 without indexers."""
+    config, dispatch, itemsize = model.dispatch.seen(model.config), model.dispatch, model.dtype.itemsize
+    if config.index_topk is None:
+        return 0
+    name = dispatch.form_name(model, rows, new, config.index_topk + 1)
+    sizes = roofline.choice_sizes(config, dispatch.device.platform, name, rows, itemsize)
+    scored = min(new, sizes.choosing) * roofline.scored_bytes(config, sizes.slots)
+    if sizes.attending is None:  # queries and outputs of the kernel, in the latents' space
+        read = new * config.num_attention_heads * 3 * config.kv_lora_rank * itemsize
+    else:
+        read = min(new, sizes.attending) * config.index_topk * roofline.chosen_bytes(config, name, itemsize)
+    return rows * (max(scored, read) + 4 * new * config.index_topk)
 
 
 def choosing(model: Transformer, rows: int, pages: int) -> int:

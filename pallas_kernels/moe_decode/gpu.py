@@ -2,7 +2,7 @@
 
 The speed of HBM reads decides. Every multiprocessor takes the same number of pieces of 64 rows of weights, and keeps a ring of
 loads in flight across pieces; one warpgroup issues the loads, the other multiplies. A product takes at least eight tokens, so
-each token has a column, and the columns of other tokens are ignored.
+each token has a column, and the columns of other tokens are ignored. The copy engine fills those of no token with zeros.
 
 The first kernel writes SwiGLU's activations times the expert's weight. So the second is, for each token, one sum over the
 activations of all its experts. Its depth can be cut anywhere: into as many parts as keep the multiprocessors evenly busy. The
@@ -125,6 +125,11 @@ def _expert(ids_g, pair, experts):
     return jnp.clip(ids_g[pair], 0, experts - 1)
 
 
+def _tokens(k):
+    """The rows of all tokens, and of as many more as a product takes. Pallas takes a static slice only within an array."""
+    return pl.ds(pl.multiple_of(k * 0, COLUMNS), COLUMNS)
+
+
 def _of_token(sums, token):
     """The column of a token."""
     column = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -140,12 +145,14 @@ def _hidden(ids_g, share_g, x_g, gate_g, up_g, out_g, x_s, w_s, full, free, *, j
             plgpu.copy_gmem_to_smem(
                 source.at[expert, rows, columns], w_s.at[slot, pl.ds(w * ROWS, ROWS)], full.at[slot]
             )
-        plgpu.copy_gmem_to_smem(x_g.at[:, columns], x_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(x_g.at[_tokens(k), columns], x_s.at[slot], full.at[slot])
 
     def leave(piece, sums):
         token = lax.div(piece.line, jnp.int32(chosen))
         gate, up = (_of_token(x, token) for x in sums)
-        share = lax.broadcast_in_dim(share_g[piece.line], (ROWS,), ())
+        is_some = ids_g[piece.line] < gate_g.shape[0]
+        share = jnp.where(is_some, share_g[piece.line].astype(jnp.float32), 0.0)
+        share = lax.broadcast_in_dim(share, (ROWS,), ())
         hidden = gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up * share
         hidden = jnp.where(share == 0, 0.0, hidden)  # a token without this expert may hold anything
         rows = pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)
@@ -163,7 +170,7 @@ def _down(ids_g, hidden_g, down_g, out_g, h_s, w_s, full, free, *, job: Job, cho
         columns = pl.ds(pl.multiple_of((k - choice * each) * job.depth, job.depth), job.depth)
         rows = pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)
         plgpu.copy_gmem_to_smem(down_g.at[expert, rows, columns], w_s.at[slot], full.at[slot])
-        plgpu.copy_gmem_to_smem(hidden_g.at[choice, :, columns], h_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(hidden_g.at[choice, _tokens(k), columns], h_s.at[slot], full.at[slot])
 
     def leave(piece, sums):
         out_g[piece.line, piece.part, pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)] = _of_token(
@@ -209,10 +216,8 @@ def parts_of(pieces: int, steps: int, units: int, most: int = 16) -> int:
 @functools.partial(jax.jit, static_argnames=("units", "interpret"))
 def moe_decode(x, topk_ids, topk_weights, gate, up, down, *, units, interpret=None):
     """As `moe_decode` of the package; `interpret` runs the kernels on a CPU."""
-    (n, D), K, (X, F, _) = x.shape, topk_ids.shape[1], gate.shape
-    share = jnp.where(topk_ids < X, topk_weights, 0).reshape(-1).astype(jnp.float32)
-    ids = topk_ids.reshape(-1).astype(jnp.int32)
-    x = jnp.pad(x, ((0, COLUMNS - n), (0, 0)))  # the copy engine moves eight rows at a time
+    (n, D), K, F = x.shape, topk_ids.shape[1], gate.shape[1]
+    share, ids = topk_weights.reshape(-1), topk_ids.reshape(-1).astype(jnp.int32)
 
     def launch(kernel, job, out_type, *arrays):
         job = job._replace(units=min(units, job.pieces))
@@ -220,7 +225,7 @@ def moe_decode(x, topk_ids, topk_weights, gate, up, down, *, units, interpret=No
 
     depth, slots = min(tuning.MOE_DECODE["depth"], D), tuning.MOE_DECODE["slots"]
     job = Job(units, n * K, F // ROWS, -(-D // depth), depth, slots[0], 2)
-    hidden = launch(_hidden, job, jax.ShapeDtypeStruct((K, COLUMNS, F), x.dtype), share, x, gate, up)
+    hidden = launch(_hidden, job, jax.ShapeDtypeStruct((K, n, F), x.dtype), share, x, gate, up)
     depth = min(tuning.MOE_DECODE["depth"], F)
     job = Job(units, n, D // ROWS, K * -(-F // depth), depth, slots[1], 1)
     job = job._replace(parts=parts_of(job.pieces, job.steps, units))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mla_jax.base.config import Config, Quantization, RopeScaling
 from mla_jax.base.errors import BadConfig, MlaJaxError, Unsupported
-from mla_jax.base.families import NEUTRAL_VALUES, OTHER_PREFIXES, PRESETS, ROPE_NEUTRAL_VALUES
+from mla_jax.base.families import NEUTRAL_VALUES, OTHER_PREFIXES, OTHER_WORDS, PRESETS, ROPE_NEUTRAL_VALUES
 from mla_jax.generate import main
 
 V3 = models.FAMILIES["v3"]
@@ -37,9 +37,33 @@ PUBLISHED = {
                 163840, 50000, 131072, 163584, (163585,)),
     "glm_4_7_flash": (2048, 47, 20, 10240, 1536, 64, 1, 4, 1, 1, 768, 512, 192, 64, 256, "noaux_tc", "sigmoid", 1, 1, True,
                       1.8, 1, 154880, 1e6, 202752, None, (154820, 154827, 154829)),
+    "mistral_small_4": (4096, 36, 32, 12288, 2048, 128, 1, 4, 0, 1, 1024, 256, 64, 64, 128, "none", "softmax", 1, 1, True, 1.0, 0,
+                        131072, 10000, 1048576, 1, (2,)),
+    "axk1": (7168, 61, 64, 18432, 2048, 192, 1, 8, 1, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 0,
+             163840, 10000, 32768, 163691, (163691,)),
+    "minicpm3": (2560, 62, 40, 6400, None, None, None, None, 0, 1, 768, 256, 64, 32, 64, "greedy", "softmax", 1, 1, False, 1.0, 0,
+                 73448, 10000, 32768, 1, (2, 73440)),
+    "longcat_flash": (6144, 56, 64, 12288, 2048, 512, None, 12, 0, 2, 1536, 512, 128, 64, 128, "noaux_tc", "softmax", 1, 1, False,
+                      6.0, 0, 131072, 10000000, 131072, 1, (2,)),
+    "v3_2": (7168, 61, 128, 18432, 2048, 256, 1, 8, 3, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 1,
+             129280, 10000, 163840, 0, (1,)),
+    "glm_5_2": (6144, 78, 64, 12288, 2048, 256, 1, 8, 3, 1, 2048, 512, 192, 64, 256, "noaux_tc", "sigmoid", 1, 1, True,
+                2.5, 1, 154880, 8e6, 1 << 20, None, (154820, 154827, 154829)),
 }
 # fmt: on
-ROPE = {"v2_lite": (40, 0.707, 32), "v2": (40, 0.707, 32), "v3": (40, 1.0, 32), "kimi_k2": (32, 1.0, 1), "glm_4_7_flash": None}
+ROPE = {
+    "v2_lite": (40, 0.707, 32, 4096),
+    "v2": (40, 0.707, 32, 4096),
+    "v3": (40, 1.0, 32, 4096),
+    "kimi_k2": (32, 1.0, 1, 4096),
+    "glm_4_7_flash": None,
+    "mistral_small_4": (128, 1.0, 32, 8192),
+    "axk1": None,
+    "minicpm3": (1.0, None, 32, 32768),
+    "longcat_flash": None,
+    "v3_2": (40, 1.0, 32, 4096),
+    "glm_5_2": None,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -54,9 +78,10 @@ def test_a_preset_is_the_published_architecture(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_rotary_settings(name):
     rope = Config.preset(name).rope_scaling
-    found = rope and (rope.factor, rope.mscale, rope.beta_fast)
+    found = rope and (rope.factor, rope.mscale, rope.beta_fast, rope.original_max_position_embeddings)
     assert found == ROPE[name]
-    assert rope is None or (rope.rope_type, rope.beta_slow, rope.original_max_position_embeddings) == ("yarn", 1, 4096)
+    assert rope is None or rope.rope_type == ("longrope" if name == "minicpm3" else "yarn")
+    assert rope is None or rope.beta_slow == 1
     assert rope is None or rope.mscale == rope.mscale_all_dim
 
 
@@ -83,6 +108,7 @@ def test_an_unknown_preset_names_the_known_ones():
 # ---- the two spellings of RoPE
 
 YARN = models.yarn(40, 1.0, 0.7)
+GROWING = {**PRESETS["mistral_small_4"]["rope_parameters"], "rope_theta": 10000.0}
 
 
 def spelled_by_transformers_5(hf: dict) -> dict:
@@ -110,10 +136,10 @@ def test_every_rotary_setting_is_read():
         "beta_fast": 20,
         "beta_slow": 2,
     }
-    given |= {"mscale": 0.5, "mscale_all_dim": 0.6, "attention_factor": 1.5, "truncate": False}
+    given |= {"mscale": 0.5, "mscale_all_dim": 0.6, "attention_factor": 1.5, "truncate": False, "llama_4_scaling_beta": 0.2}
     config = Config.from_hf({**V3, "rope_scaling": None, "rope_parameters": given})
     assert config.rope_theta == 5e4
-    assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False)
+    assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +176,9 @@ def test_no_scaling_can_be_said_in_many_ways(given):
     assert Config.from_hf({**V3, "rope_scaling": given}).rope_scaling is None
 
 
-@pytest.mark.parametrize("kind", ["llama3", "longrope", "dynamic", 7, ["yarn"]])
+@pytest.mark.parametrize("kind", ["llama3", "dynamic", 7, ["yarn"]])
 def test_other_rotary_scalings_are_refused(kind):
-    with pytest.raises(Unsupported, match=r"rope_type .* is not implemented\n.*known: default, linear, yarn"):
+    with pytest.raises(Unsupported, match=r"rope_type .* is not implemented\n.*known: default, linear, longrope, yarn"):
         Config.from_hf({**V3, "rope_scaling": {**YARN, "type": kind}})
 
 
@@ -161,7 +187,6 @@ def test_other_rotary_scalings_are_refused(kind):
     [
         {"partial_rotary_factor": 0.5},
         {"attn_factor": 2.0},
-        {"llama_4_scaling_beta": 0.1},
         {"full_attention": {"rope_type": "yarn"}},
     ],
 )
@@ -171,12 +196,58 @@ def test_other_rotary_settings_are_refused_by_name(setting):
             Config.from_hf({**V3, "rope_scaling": rope})
 
 
+def stretched(length: int = 512, **changes) -> Config:
+    return Config.from_hf(
+        {**V3, "max_position_embeddings": length, "rope_scaling": {**models.longrope([1, 1.5, 2, 4.0], 128), **changes}}
+    )
+
+
+def test_a_factor_of_each_frequency_is_read():
+    rope = stretched().rope_scaling
+    assert (rope.rope_type, rope.short_factor, rope.long_factor) == ("longrope", (1, 1.5, 2, 4), (1, 1.5, 2, 4))
+    assert rope.factor == 512 / 128
+
+
+def test_other_factors_for_longer_texts_are_refused_where_texts_can_be_longer():
+    other = {"long_factor": [2.0, 2.0, 2.0, 2.0]}
+    with pytest.raises(Unsupported, match=r"long_factor is not short_factor, for max_position_embeddings 512 beyond 128"):
+        stretched(**other)
+    assert stretched(128, **other).rope_scaling.short_factor == (1, 1.5, 2, 4)
+
+
+@pytest.mark.parametrize("factors", [None, [1.0, 2.0], [1.0, 2.0, 3.0, -1.0], [1.0, 2.0, 3.0, "4"], 5])
+def test_factors_that_are_no_number_of_each_frequency_are_refused(factors):
+    with pytest.raises(BadConfig, match=r"rope_scaling\.short_factor is"):
+        stretched(short_factor=factors, long_factor=factors)
+
+
+def test_queries_that_grow_from_no_length_on_are_refused():
+    with pytest.raises(Unsupported, match=r"llama_4_scaling_beta = 0\.1"):
+        Config.from_hf({**V3, "rope_scaling": {"type": "default", "llama_4_scaling_beta": 0.1}})
+
+
+@pytest.mark.parametrize("factor", [1, None, 64 / 128])
+def test_a_family_can_name_the_rotated_part_of_a_head(factor):
+    assert written("mistral4", rope_parameters=GROWING | {"partial_rotary_factor": factor}) == written("mistral4")
+
+
+@pytest.mark.parametrize(("family", "factor"), [("mistral4", 0.25), ("deepseek_v3", 64 / 192)])
+def test_another_part_of_a_head_is_refused(family, factor):
+    with pytest.raises(Unsupported, match="partial_rotary_factor"):
+        written(family, rope_parameters=GROWING | {"partial_rotary_factor": factor})
+
+
+def test_without_rotary_settings_a_family_has_its_own():
+    assert written("mistral4", rope_parameters=None) == written("mistral4")
+    assert written("mistral4").rope_scaling.llama_4_scaling_beta == 0.1
+
+
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in ROPE_NEUTRAL_VALUES.items() for v in values])
 def test_rotary_settings_that_change_nothing_are_accepted(key, value):
     assert Config.from_hf({**V3, "rope_scaling": {**V3["rope_scaling"], key: value}}) == Config.from_hf(V3)
 
 
-# ---- as transformers 5.23 writes them: the content of DeepseekV2Config(), DeepseekV3Config(), Glm4MoeLiteConfig(), YoutuConfig()
+# ---- as transformers 5.23 writes them: the content of DeepseekV2Config(), DeepseekV3Config() and so on
 
 WRITTEN = {
     "deepseek_v2": """
@@ -216,6 +287,51 @@ WRITTEN = {
         {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 1.8, "tie_word_embeddings": false,
         "topk_group": 1, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 256, "vocab_size": 154880}
     """,
+    "axk1": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 163691, "eos_token_id": 163691, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 32768, "model_type": "axk1", "moe_intermediate_size": 2048, "n_group": 8,
+        "n_routed_experts": 192, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "output_router_logits": false,
+        "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"rope_theta": 10000.0,
+        "rope_type": "default"}, "routed_scaling_factor": 2.5, "tie_word_embeddings": false, "topk_group": 4,
+        "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 163840}
+    """,
+    "longcat_flash": """
+        {"attention_bias": false, "attention_dropout": 0.0, "attention_method": "MLA", "bos_token_id": 1, "eos_token_id": 2,
+        "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "head_dim": 64, "hidden_act": "silu", "hidden_size": 6144,
+        "initializer_range": 0.02, "kv_lora_rank": 512, "max_position_embeddings": 131072, "mla_scale_kv_lora": true,
+        "mla_scale_q_lora": true, "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "num_layers": 28, "output_router_logits": false, "pad_token_id":
+        null, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 6.0,
+        "tie_word_embeddings": false, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size":
+        131072, "zero_expert_num": 256, "zero_expert_type": "identity"}
+    """,
+    "minicpm3": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "dim_model_base": 256, "eos_token_id": 2,
+        "head_dim": 32, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.1, "intermediate_size": 6400,
+        "kv_lora_rank": 256, "max_position_embeddings": 32768, "mlp_bias": false, "model_type": "minicpm3",
+        "num_attention_heads": 40, "num_hidden_layers": 62, "num_key_value_heads": 40, "pad_token_id": null, "pretraining_tp":
+        1, "q_lora_rank": 768, "qk_head_dim": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "scale_depth": 1.4, "scale_emb": 12,
+        "tie_word_embeddings": true, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 64, "vocab_size":
+        73448}
+    """,
+    "mistral4": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "kv_lora_rank": 256, "max_position_embeddings": 1048576, "model_type": "mistral4", "moe_intermediate_size": 2048,
+        "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 32,
+        "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 32, "output_router_logits": false,
+        "pad_token_id": 11, "pretraining_tp": 1, "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"beta_fast": 32.0,
+        "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 1048576, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+        "rope_type": "yarn", "type": "yarn"}, "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1,
+        "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 131072}
+    """,
     "youtu": """
         {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000, "embedding_initializer_range":
         0.03952847075210474, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
@@ -238,7 +354,7 @@ def test_what_transformers_5_writes_is_read_without_a_note(family):
     hf, config = json.loads(WRITTEN[family]), written(family)
     assert config.notes == ()
     assert config.rope_theta == 10000.0
-    assert config.rope_scaling is None
+    assert (config.rope_scaling is None) == (hf["rope_parameters"]["rope_type"] == "default")
     assert config.eos_token_id == (hf["eos_token_id"],)
     same = [key for key in hf if hasattr(config, key) and key not in ("eos_token_id", "mlp_layer_types", "num_experts_per_tok")]
     assert len(same) > 15
@@ -250,6 +366,7 @@ def test_routing_that_transformers_5_leaves_out_is_that_of_the_family():
         assert not {"scoring_func", "topk_method"} & json.loads(WRITTEN[family]).keys()
         assert (written(family).scoring_func, written(family).topk_method) == ("sigmoid", "noaux_tc")
     assert (written("deepseek_v2").scoring_func, written("deepseek_v2").topk_method) == ("softmax", "greedy")
+    assert (written("mistral4").scoring_func, written("mistral4").topk_method) == ("softmax", "none")
 
 
 def test_layer_types_say_which_layers_have_experts():
@@ -294,6 +411,69 @@ def test_a_null_stands_for_the_default_of_the_family():
     assert written("deepseek_v2").num_experts_per_tok == 6
 
 
+def test_a_scale_that_is_null_is_none_though_the_family_has_one():
+    config = written("minicpm3", scale_depth=None, dim_model_base=None)
+    assert (config.residual_scale, config.logits_scaling, written("minicpm3").logits_scaling) == (1, 1, 10)
+    assert Config.from_hf(config.to_hf()) == config
+
+
+def test_values_of_heads_share_the_width_where_the_family_says_so():
+    assert written("minicpm3", v_head_dim=None).v_head_dim == 2560 // 40
+    assert written("deepseek_v3", v_head_dim=None).v_head_dim == 128
+
+
+def test_a_family_that_is_not_named_is_that_of_the_class():
+    hf = {k: v for k, v in json.loads(WRITTEN["minicpm3"]).items() if k not in ("model_type", "scale_emb")}
+    config = Config.from_hf({**hf, "architectures": ["MiniCPM3ForCausalLM"]})
+    assert (config.model_type, config.scale_emb, config.notes) == ("minicpm3", 12, ())
+    assert Config.from_hf({**hf, "architectures": ["Other"]}).model_type == "unknown"
+
+
+PANGU = {
+    "attention_kv_lora_dim": 32,
+    "attention_q_lora_dim": 24,
+    "attention_qk_dim": 16,
+    "attention_qk_rope_dim": 8,
+    "attention_v_dim": 16,
+    "num_routed_experts": 8,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "num_mtp_layers": 1,
+}
+
+
+def test_a_family_can_have_words_of_its_own_which_are_written_too():
+    ours = models.FAMILIES["pangu_ultra_moe"]
+    released = {k: v for k, v in ours.items() if k not in OTHER_WORDS["pangu_ultra_moe"].values()} | PANGU
+    config = Config.from_hf(released)
+    assert config == Config.from_hf(ours)
+    assert config.notes == ()
+    written = config.to_hf()
+    assert {key: written[key] for key in PANGU} == PANGU
+    assert not written.keys() & {"kv_lora_rank", "n_routed_experts"}
+    assert Config.from_hf(written) == config
+
+
+def test_layers_that_are_counted_in_pairs_are_twice_as_many():
+    config = written("longcat_flash", num_layers=3)
+    assert [config.is_moe(layer) for layer in range(6)] == [True, False] * 3
+    assert (config.num_hidden_layers, config.to_hf()["num_layers"]) == (6, 3)
+    assert config.shortcut_moe
+    with pytest.raises(BadConfig, match="num_hidden_layers is 5, expected pairs"):
+        Config.preset("longcat_flash", num_hidden_layers=5)
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_experts_without_weights_can_be_none(count):
+    assert written("longcat_flash", zero_expert_num=count).zero_expert_num == 0
+
+
+def test_experts_without_weights_count_as_experts_to_choose():
+    assert written("longcat_flash", moe_topk=768).routed_per_token == 512
+    with pytest.raises(BadConfig, match="num_experts_per_tok is 769"):
+        written("longcat_flash", moe_topk=769)
+
+
 def test_null_experts_mean_a_dense_model():
     assert not any(written("deepseek_v3", n_routed_experts=None).is_moe(layer) for layer in range(61))
 
@@ -320,13 +500,84 @@ def test_notes_do_not_make_configs_differ():
     assert hash(Config.from_hf({**V3, "favourite_colour": "blue"})) == hash(Config.from_hf(V3))
 
 
+# ---- layers that choose tokens
+
+V32, GLM_5 = models.FAMILIES["v32"], models.FAMILIES["glm_5"]
+
+
+@pytest.mark.parametrize(("hf", "interleave"), [(V32, False), (GLM_5, True)], ids=["v32", "glm_5"])
+@pytest.mark.parametrize("word", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_words_for_layers_with_an_indexer_are_known(hf, interleave, word):
+    config = Config.from_hf({**hf, "layer_types": [word] * hf["num_hidden_layers"]})
+    assert config == Config.from_hf(hf)
+    assert (config.index_topk, config.index_head_dim, config.indexer_rope_interleave) == (24, 16, interleave)
+    flagged = Config.from_hf({**hf, "indexer_rope_interleave": not interleave})
+    assert flagged.indexer_rope_interleave == (not interleave)
+
+
+def test_sizes_of_an_indexer_that_are_absent_are_those_of_the_release():
+    sizes = ("index_topk", "index_n_heads", "index_head_dim")
+    found = [[getattr(Config.preset(name), size) for size in sizes] for name in ("v3_2", "glm_5_2")]
+    assert found == [[2048, 64, 128], [2048, 32, 128]]
+
+
+def test_layers_of_glm_5_2_with_an_indexer_are_the_published_ones():
+    config = Config.preset("glm_5_2")
+    own = [layer for layer in range(78) if config.has_indexer(layer)]
+    assert own == [0, 1, *range(2, 78, 4)]
+    assert config.has_indexer(78), "MTP's layer"
+
+
+@pytest.mark.parametrize(
+    ("keys", "own"),
+    [
+        ({"index_topk_freq": None}, [0, 1, 2, 3, 4]),
+        ({"index_topk_freq": 1}, [0, 1, 2, 3, 4]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [0, 2, 4]),
+        ({"index_topk_pattern": "FSSFS"}, [0, 3]),
+        ({"index_topk_pattern": ["full", "shared", "full", "full", "shared"]}, [0, 2, 3]),
+        ({"index_topk_pattern": "FSSFS", "indexer_types": ["full"] * 4 + ["shared"]}, [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_the_layers_with_an_indexer_follow_from_the_first_of_three_keys(keys, own):
+    config = Config.from_hf({**GLM_5, **keys})
+    assert [layer for layer in range(5) if config.has_indexer(layer)] == own
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"indexer_types": ["shared", "full", "full", "full", "full"]}, "begins with shared"),
+        ({"indexer_types": ["full"] * 4}, "has 4 entries for 5 layers"),
+        ({"index_topk_pattern": "FSXFS"}, "holds X, expected full or shared"),
+        ({"index_topk": 0}, "index_topk is 0, expected 1 to"),
+        ({"index_n_heads": "many"}, "index_n_heads is .*many"),
+        ({"index_head_dim": 4}, "index_head_dim is 4, expected at least qk_rope_head_dim 8"),
+        ({"q_lora_rank": None}, "q_lora_rank is not set"),
+        ({"index_topk_freq": "often"}, "index_topk_freq is not a whole number"),
+    ],
+    ids=str,
+)
+def test_an_impossible_indexer_is_refused(keys, words):
+    with pytest.raises(BadConfig, match=rf"(?s){words}"):
+        Config.from_hf({**GLM_5, **keys})
+
+
+def test_a_family_with_indexers_is_refused_with_other_layers():
+    with pytest.raises(Unsupported, match=r"layer_types = .*we compute indexed_attention in every layer"):
+        Config.from_hf({**V32, "layer_types": ["indexed_attention", "full_attention", "indexed_attention"]})
+    with pytest.raises(Unsupported, match=r"index_kpool = 4"):
+        Config.from_hf({**GLM_5, "index_kpool": 4})
+
+
 # ---- what we would compute wrongly
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_refused_by_its_name(model_type):
-    with pytest.raises(Unsupported, match=rf"{model_type} is known but not supported yet\n.*lightning indexer"):
-        Config.from_hf({**V3, "model_type": model_type, "index_topk": 2048, "index_n_heads": 64})
+@pytest.mark.parametrize(("model_type", "reason"), [("axk2", "gates"), ("hy_v4", "sinks"), ("longcat_flash_ngram", "n-gram")])
+def test_families_that_are_known_and_not_built_are_refused_with_the_reason(model_type, reason):
+    with pytest.raises(Unsupported, match=rf"{model_type} is known but not supported yet\n.*{reason}"):
+        Config.from_hf({**V3, "model_type": model_type})
 
 
 OTHER = {
@@ -334,10 +585,9 @@ OTHER = {
     "attention_bias": True,
     "mlp_bias": True,
     "mla_use_nope": True,
-    "zero_expert_num": 4,
-    "scale_emb": 12,
-    "scale_depth": 1.4,
-    "dim_model_base": 256,
+    "attention_method": "GQA",
+    "zero_expert_type": "drop",
+    "router_bias": True,
     "embedding_multiplier": 2.0,
     "logits_scaling": 8,
     "residual_multiplier": 0.2,
@@ -362,8 +612,6 @@ OTHER = {
 OF_A_KIND = {
     "index_topk": 2048,
     "index_n_heads": 64,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
     "llama_4_scaling": {"beta": 0.1},
     "llama_4_scaling_beta": 0.1,
     "mla_scale_kv_norm": 0.5,
@@ -517,9 +765,10 @@ def test_settings_of_other_quantisers_become_schemes_and_are_written_as_they_wer
     assert Config.from_hf(config.to_hf()) == config
 
 
-def test_the_language_model_of_one_that_also_sees_is_read():
-    inner = {**V3, "model_type": "kimi_k2"}
-    config = Config.from_hf({"model_type": "kimi_k25", "text_config": inner, "quantization_config": grouped()})
+@pytest.mark.parametrize(("outer", "inner"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4")])
+def test_the_language_model_of_one_that_also_sees_is_read(outer, inner):
+    inner = {**V3, "model_type": inner}
+    config = Config.from_hf({"model_type": outer, "text_config": inner, "quantization_config": grouped()})
     assert config == Config.from_hf({**inner, "quantization_config": grouped()})
     assert "it also sees: the language model alone is read" in config.notes
     with pytest.raises(Unsupported, match="has an MLA model inside"):
@@ -548,6 +797,13 @@ def test_what_to_hf_gives_reads_back_equal(name):
     again = Config.from_hf(json.loads(json.dumps(config.to_hf())))
     assert again == config
     assert again.notes == ()
+
+
+def test_switches_of_other_families_are_not_written():
+    switches = {"scale_emb", "scale_depth", "sandwich_norm", "zero_expert_num", "shortcut_moe", "mla_scale_q_lora"}
+    assert not Config.preset("v3").to_hf().keys() & switches
+    assert Config.preset("v3", sandwich_norm=True).to_hf()["sandwich_norm"] is True
+    assert written("longcat_flash", zero_expert_num=0).to_hf()["zero_expert_num"] == 0
 
 
 def test_to_hf_names_the_heads_that_transformers_would_otherwise_guess():
@@ -670,7 +926,7 @@ def test_random_content_gives_a_valid_config_or_our_own_error(family, changes, r
     numbers = [x for x in (*vars(config).values(), *vars(config.rope_scaling or object).values()) if isinstance(x, int | float)]
     assert all(abs(x) < 1e15 for x in numbers)
     assert 0 < config.num_hidden_layers <= 1000
-    assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts
+    assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts + config.zero_expert_num
 
 
 @settings(max_examples=200)

@@ -74,7 +74,7 @@ def assert_metadata(found: dict, expected: dict) -> None:
 # ---- what is written
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.IN_GGUF)
 def test_every_family_has_the_names_keys_and_values_of_llama_cpps_converter(tmp_path, family):
     source, tensors, metadata = folder(tmp_path / "hf", family)
     if family == "youtu":  # a file of dense layers alone says so, or llama.cpp looks for experts
@@ -85,7 +85,7 @@ def test_every_family_has_the_names_keys_and_values_of_llama_cpps_converter(tmp_
     assert_metadata(said(reader), metadata)
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.IN_GGUF)
 def test_the_file_is_the_same_model(tmp_path, family):
     source, _, _ = folder(tmp_path / "hf", family)
     to_gguf(source, tmp_path / "m.gguf")
@@ -285,6 +285,13 @@ def test_what_the_keys_cannot_say_is_refused(finding):
     assert finding in str(caught.value)
 
 
+@pytest.mark.parametrize("family", sorted(models.FAMILIES.keys() - {*models.IN_GGUF}))
+def test_families_that_the_keys_cannot_say_are_refused(family):
+    config = Config.from_hf(models.FAMILIES[family])
+    with pytest.raises(Unsupported, match=r"cannot describe this model|longrope is not implemented"):
+        architecture(config, mtp=False, tied=config.tie_word_embeddings)
+
+
 def test_a_model_that_the_keys_cannot_say_is_not_begun(tmp_path, capfd):
     source, _, _ = folder(tmp_path / "hf", rope_interleave=False)
     assert convert(source, tmp_path / "m.gguf", "--to", "gguf") == 3
@@ -332,12 +339,18 @@ def test_a_dry_run_says_what_is_written_and_where_llama_cpp_differs(tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name in ("tiny", *models.IN_GGUF)])
 def test_released_configs_can_be_said(name):
     config = Config.preset(name)
     keys = architecture(config, True, config.tie_word_embeddings)
     blocks = config.num_hidden_layers + config.num_nextn_predict_layers
     assert keys["deepseek2.block_count"] == blocks
+
+
+@pytest.mark.parametrize("name", ["v3_2", "glm_5_2"])
+def test_models_with_indexers_are_refused(name):
+    with pytest.raises(Unsupported, match=r"(?s)deepseek2 cannot describe this model.*index_topk is 2048"):
+        architecture(Config.preset(name), True, False)
 
 
 # ---- all or nothing

@@ -46,7 +46,7 @@ def folder_of(tmp_path_factory):
     @functools.cache
     def folder(family: str, blocks: bool = False):
         hf = {**FAMILIES[family], **(EIGHT if "n_routed_experts" in FAMILIES[family] else HEADS)}
-        hf |= {"num_hidden_layers": LAYERS}
+        hf |= {"num_hidden_layers": LAYERS} | ({"num_layers": LAYERS // 2} if "num_layers" in hf else {})
         found = tensors(hf, mtp=bool(hf.get("num_nextn_predict_layers")))
         if blocks:
             hf["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
@@ -103,7 +103,7 @@ def test_every_mesh_gives_the_tokens_of_one_device(folder_of, expected, mesh):
 
 @generating
 @pytest.mark.parametrize("mesh", ["data=4,tensor=2", "tensor=4,context=2", "data=2,context=2"])
-@pytest.mark.parametrize("family", ["v2", "v2_lite", "kimi_k2", "moonlight", "glm_4_7_flash", "youtu"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "v3"])
 def test_every_family_gives_the_tokens_of_one_device(folder_of, expected, family, mesh):
     assert tokens(load(folder_of(family)), mesh) == expected(family)
 

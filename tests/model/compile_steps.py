@@ -1,4 +1,4 @@
-"""Compiles all programs of V2-Lite-shaped models of three layers for an H200 on a machine without one; prints a JSON line each.
+"""Compiles all programs of models of a few layers, most shaped as V2-Lite, for an H200 without having one; prints JSON lines.
 
     python compile_steps.py [KIND ..]       (of KINDS; by default all)
 
@@ -53,18 +53,25 @@ class Kind(NamedTuple):
     drafter: Drafter = NOBODY
     evicts: Selection | None = None
     wide: int = WIDE
+    preset: str = "v2_lite"
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the config
 
 
+INDEXERS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "q_lora_rank": 1536}
 KINDS = {
     "bf16": Kind(drafter=Mtp(3)),
     "fp8 cache": Kind({"kv_cache": "fp8"}),
     "fp8 weights": Kind(format="fp8_block"),
     "Q4_K": Kind(format="Q4_K"),
+    "indexers": Kind(drafter=Mtp(3), changes={**INDEXERS, "indexer_types": ("full", "shared", "full")}),
     "naive": Kind({"attention": "naive"}, wide=NARROW),
     "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW),
     "evicting heads": Kind(
         {"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW
     ),
+    "growing queries": Kind(preset="mistral_small_4"),
+    # layers in pairs, and the experts of one of two devices
+    "experts added late": Kind(preset="longcat_flash", changes={"num_hidden_layers": 4, "n_routed_experts": 256}),
 } | {name: Kind({"retrieval": Retrieval(policy, 1024, dense=1)}) for name, policy in RETRIEVAL_POLICIES.items()}
 
 
@@ -83,7 +90,8 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
 
 def model_of(kind: Kind) -> Transformer:
     mtp = int(isinstance(kind.drafter, Mtp))
-    config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=mtp)
+    layers = {"num_hidden_layers": 3, "num_nextn_predict_layers": mtp}
+    config = Config.preset(kind.preset, **(layers | kind.changes))
     dispatch = Dispatch(device=roofline.DEVICES[DEVICE], **kind.dispatch)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=bool(mtp)))
     graph, state = nnx.split(model)
@@ -97,6 +105,8 @@ def shapes_of(kind: Kind, chunk: int) -> Iterator[ProgramShape]:
     for rows, width in ((8, NARROW), (ROWS, kind.wide)):
         yield ProgramShape("run", width, rows)
         yield ProgramShape("mixed_step", width, rows, chunk, PIECES)
+        if kind.preset != "v2_lite":
+            return  # only layers are others
     yield ProgramShape("prefill", kind.wide, line=64, pieces=PIECES, scores=True)
     if kind.drafter is not NOBODY:
         yield ProgramShape("run_with_drafts", kind.wide, 8)

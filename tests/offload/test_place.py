@@ -132,6 +132,13 @@ def test_what_cannot_be_is_refused_before_the_host_is_measured(options, said):
         place(ExpertOptions(**options), figures(2), lambda *_: pytest.fail("the host was measured"))
 
 
+def test_sums_that_are_normed_are_not_deferred():
+    config = Config.from_hf(models.FAMILIES["axk1"])
+    assert placed(figures(2, config=config), defer=0).defer == 0
+    with pytest.raises(BadRequest, match=r"defer is 1, expected 0 to 0\n  this model changes the sum"):
+        placed(figures(2, config=config), defer=1)
+
+
 def test_a_model_without_experts_has_none_to_move():
     with pytest.raises(BadRequest, match="no routed experts"):
         placed(figures(config=Config.from_hf(models.FAMILIES["youtu"]), layers=()), experts="host")

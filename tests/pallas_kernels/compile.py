@@ -21,8 +21,11 @@ from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_sparse import gpu as sparse_gpu
 from pallas_kernels.moe_decode import gpu as few_gpu
 from pallas_kernels.ragged_dot import gpu as grouped_gpu
+from pallas_kernels.rms_norm import gpu as norm_gpu
 from pallas_kernels.rope_append import Latents, Tokens
 from pallas_kernels.rope_append import gpu as append_gpu
+from pallas_kernels.router import Rule
+from pallas_kernels.router import gpu as router_gpu
 
 H200 = """
 gpu_device_info {
@@ -94,6 +97,21 @@ def few_experts(n, K, X, F, D):
     return call, (bf16((n, D)), i32((n, K)), f32, bf16((X, F, D)), bf16((X, F, D)), bf16((X, D, F)))
 
 
+def route(n, X, bias, **rule):
+    def call(logits, bias, some):
+        return router_gpu.router(logits, bias, some, rule=Rule(**rule))
+
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return call, (f32((n, X)), f32((X,)) if bias else None, jax.ShapeDtypeStruct((n,), jnp.bool))
+
+
+def norm(width, adds):
+    row = bf16((1, width))
+    return functools.partial(norm_gpu.rms_norm, eps=1e-6), (row, bf16((width,)), *[row] * adds)
+
+
+V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True}
+
 PROGRAMS = [
     (append, (1, 1, 16, 192, 512, 64, 90000, 64)),  # more numbers than 32 bits count
     (append, (3, 2, 20, 256, 512, 64, 20, 7)),
@@ -122,6 +140,12 @@ PROGRAMS = [
     (sparse, (128, 1, 128, 2048, 512, True)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
+    (norm, (1536, False)),
+    (norm, (7168, True)),
+    (route, (1, 64, False), {"num_experts_per_tok": 6}),
+    (route, (256, 160, False), {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}),
+    (route, (64, 256, True), {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4} | V3),
+    (route, (8, 512, True), {"num_experts_per_tok": 8} | V3),
     (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),
     (experts, ("bf16", 16384, 384, 7168, 2048, 1, 144)),
     (experts, ("bf16", 16384, 384, 2048, 7168, 2, 144)),
@@ -149,8 +173,8 @@ def in_place(compiled, pool):
     return memory.alias_size_in_bytes >= sum(sizes) and memory.temp_size_in_bytes < min(sizes)
 
 
-for make, shape in PROGRAMS:
-    call, arrays = make(*shape)
+for make, shape, *options in PROGRAMS:
+    call, arrays = make(*shape, **dict(*options))
     before = set(glob.glob(dump + "/*.ptxas"))
     donated = (len(arrays) - 1,) if make is append else ()
     program = jax.jit(call, in_shardings=(sharding,) * len(arrays), out_shardings=sharding, donate_argnums=donated)

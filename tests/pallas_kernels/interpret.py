@@ -5,7 +5,17 @@ import sys
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import heads_decode, mla_decode, mla_prefill, mla_sparse, rope_append, testing, tuning
+from pallas_kernels import (
+    heads_decode,
+    mla_decode,
+    mla_prefill,
+    mla_sparse,
+    rms_norm,
+    rope_append,
+    router,
+    testing,
+    tuning,
+)
 from pallas_kernels.heads_decode import gpu as heads_gpu
 from pallas_kernels.heads_decode import reference as heads_reference
 from pallas_kernels.mla_decode import gpu as decode_gpu
@@ -14,8 +24,12 @@ from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_prefill import reference as prefill_reference
 from pallas_kernels.mla_sparse import gpu as sparse_gpu
 from pallas_kernels.mla_sparse import reference as sparse_reference
+from pallas_kernels.rms_norm import gpu as norm_gpu
+from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rope_append import gpu as append_gpu
 from pallas_kernels.rope_append import reference as append_reference
+from pallas_kernels.router import gpu as router_gpu
+from pallas_kernels.router import reference as router_reference
 
 interpret = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -59,12 +73,32 @@ def append(case):
     print(json.dumps({"name": case.name, "errors": errors, "fallback": fallback}), flush=True)
 
 
+def route(case):
+    inputs = testing.router_inputs(case)
+    wanted = router_reference.router(**inputs, rule=case.rule)
+    fallback = testing.router_error(router.router(**inputs, rule=case.rule, impl="xla"), wanted, inputs)
+    error = testing.router_error(router_gpu.router(**inputs, rule=case.rule, interpret=interpret), wanted, inputs)
+    print(json.dumps({"name": case.name, "error": error, "fallback": fallback}), flush=True)
+
+
+def norm(case):
+    inputs = testing.rms_norm_inputs(case) | {"eps": 1e-6}
+    wanted = norm_reference.rms_norm(**inputs)
+    fallback, kernel = (
+        [testing.error(*pair) for pair in zip(got, wanted, strict=True)]
+        for got in (rms_norm.rms_norm(**inputs, impl="xla"), norm_gpu.rms_norm(**inputs, interpret=interpret))
+    )
+    print(json.dumps({"name": case.name, "errors": kernel, "fallback": fallback}), flush=True)
+
+
 OPS = {
     "heads_decode": (heads, testing.HEADS_DECODE),
     "mla_decode": (decode, testing.MLA_DECODE),
     "mla_prefill": (prefill, testing.MLA_PREFILL),
     "mla_sparse": (sparse, testing.MLA_SPARSE),
+    "rms_norm": (norm, testing.RMS_NORM),
     "rope_append": (append, testing.ROPE_APPEND),
+    "router": (route, testing.ROUTER),
 }
 
 if __name__ == "__main__":

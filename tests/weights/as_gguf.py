@@ -31,6 +31,9 @@ def write(path: Path, metadata: dict | None = None, tensors: dict | None = None,
     return path
 
 
+ARCHITECTURES = {"deepseek_v32": "deepseek32", "glm_moe_dsa": "glm-dsa"}
+
+
 def converted(hf: dict, old: bool = False) -> dict:
     """The metadata that llama.cpp's converter writes for a config.json: `old`, before the latent's weights were split."""
     rank, rope, heads = hf["kv_lora_rank"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
@@ -70,11 +73,17 @@ def converted(hf: dict, old: bool = False) -> dict:
         found |= {"rope.scaling.original_context_length": yarn["original_max_position_embeddings"]}
         found |= {f"rope.scaling.yarn_beta_{n}": f32(yarn[f"beta_{n}"]) for n in ("fast", "slow")}
         found |= {"rope.scaling.yarn_log_multiplier": f32(0.1 * yarn["mscale_all_dim"])}
-    found = {f"deepseek2.{k}": v for k, v in found.items()}
+    if "index_topk" in hf:
+        sizes = {"head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk"}
+        found |= {f"attention.indexer.{theirs}": hf[ours] for theirs, ours in sizes.items()}
+    if types := hf.get("indexer_types"):
+        found["attention.indexer.types"] = np.array([kind == "full" for kind in types], np.int32)
+    architecture = ARCHITECTURES.get(hf["model_type"], "deepseek2")
+    found = {f"{architecture}.{k}": v for k, v in found.items()}
     ends = hf.get("eos_token_id")
     ends = dict(zip(("eos", "eot", "eom"), ends if isinstance(ends, list) else [ends], strict=False))
     found |= {f"tokenizer.ggml.{name}_token_id": number for name, number in {"bos": hf.get("bos_token_id"), **ends}.items()}
-    return {"general.architecture": "deepseek2"} | {k: v for k, v in found.items() if v is not None}
+    return {"general.architecture": architecture} | {k: v for k, v in found.items() if v is not None}
 
 
 def keyed(hf: dict, old: bool = False) -> dict:
@@ -83,7 +92,9 @@ def keyed(hf: dict, old: bool = False) -> dict:
     kinds = {bool: kind.BOOL, float: kind.FLOAT32, str: kind.STRING}
     found = converted(hf, old=old)
     found.pop("general.architecture")  # which the writer adds
-    return {key: (value, kinds.get(type(value), kind.UINT32)) for key, value in found.items()}
+    plain = {key: value for key, value in found.items() if not isinstance(value, np.ndarray)}
+    arrays = {key: (value.tolist(), kind.ARRAY) for key, value in found.items() if key not in plain}
+    return {key: (value, kinds.get(type(value), kind.UINT32)) for key, value in plain.items()} | arrays
 
 
 def full(name: str) -> dict:
@@ -103,6 +114,10 @@ SUFFIXES = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.o_proj": "attn_output",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -132,6 +147,8 @@ def gguf_tensors(hf: dict, weights: dict[str, np.ndarray], layout: str) -> dict[
             experts.setdefault(f"{at}ffn_{m[1]}_exps.weight", []).append(w)
         elif rest.endswith("e_score_correction_bias"):
             found[at + "exp_probs_b.bias"] = w
+        elif rest == "self_attn.indexer.k_norm.bias":
+            found[at + "indexer.k_norm.bias"] = w
         elif rest == "self_attn.kv_b_proj" and layout != "old":
             heads = w.reshape(hf["num_attention_heads"], -1, hf["kv_lora_rank"])
             found[at + "attn_k_b.weight"] = heads[:, : hf["qk_nope_head_dim"]].transpose(0, 2, 1)

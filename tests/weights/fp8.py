@@ -29,8 +29,10 @@ def dequantize(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) ->
 
 
 def is_quantized(name: str) -> bool:
-    """Releases keep embeddings, head, norms, router and eh_proj in BF16."""
-    return (name.endswith("_proj.weight") and "eh_proj" not in name) or name.endswith("kv_a_proj_with_mqa.weight")
+    """Releases keep embeddings, head, norms, router, eh_proj and weights_proj in BF16."""
+    if name.endswith(("eh_proj.weight", "weights_proj.weight")):
+        return False
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight"))
 
 
 def quantized(weights: dict[str, np.ndarray], block: tuple[int, int], *, powers_of_two: bool = False) -> dict[str, np.ndarray]:

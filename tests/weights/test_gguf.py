@@ -255,7 +255,7 @@ def assert_same(found: Config, hf: dict):
     }
 
 
-RELEASES = [*models.FAMILIES, *(name.upper() for name in PRESETS if name != "tiny")]
+RELEASES = [*models.IN_GGUF, *(name.upper() for name in PRESETS if name in models.IN_GGUF)]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
@@ -286,6 +286,25 @@ def test_glms_files_do_not_name_the_gate():
     hf = full("glm_4_7_flash") | {"vocab_size": 154880}
     metadata = {k: v for k, v in converted(hf).items() if "gating" not in k}
     assert gguf_config.config(metadata, {"output.weight"}).scoring_func == "sigmoid"
+
+
+def test_glm_5_2_is_told_by_its_context_where_the_file_does_not_name_layers_with_indexers():
+    hf = full("GLM_5_2")
+    metadata = {k: v for k, v in converted(hf).items() if "types" not in k}
+    found = gguf_config.config(metadata, names_of(hf))
+    assert found.indexer_types == tuple(hf["indexer_types"])
+    assert ["assumed to be those of GLM-5.2" in note for note in found.notes] == [True]
+    shorter = gguf_config.config(metadata | {"glm-dsa.context_length": 202752}, names_of(hf))
+    assert (shorter.indexer_types, shorter.notes) == (None, ())
+
+
+def test_indexers_of_layers_that_share_a_choice_are_ignored_with_a_note():
+    hf = full("glm_5")
+    surplus = {f"blk.{layer}.indexer.attn_k.weight" for layer in range(5)}
+    (note,) = gguf_config.config(converted(hf), {*names_of(hf), *surplus}).notes
+    assert "indexers of 2 layers are not used" in note
+    config = Config.from_hf(hf)
+    assert [gguf_names.GGUF.needless(name, config, ()) for name in sorted(surplus)] == [False, False, True, True, False]
 
 
 def test_blocks_count_the_mtp_layers():
@@ -322,7 +341,7 @@ def test_all_missing_keys_are_named_at_once():
 WRONG = {
     "architecture": ({"general.architecture": "llama"}, BadConfig, "found architecture llama\n.*known: deepseek2"),
     "no architecture": ({"general.architecture": None}, BadConfig, "names no general.architecture"),
-    "sparse": ({"general.architecture": "glm-dsa"}, Unsupported, "glm-dsa.*not supported\n.*lightning indexer"),
+    "sparse": ({"general.architecture": "deepseek4"}, Unsupported, "deepseek4.*not supported\n.*not MLA"),
     "architecture is a number": ({"general.architecture": 3}, BadConfig, "found architecture 3"),
     "indexer": ({"deepseek2.attention.indexer.top_k": 2048}, Unsupported, "indexer.top_k is 2048"),
     "temperature": ({"deepseek2.attention.temperature_scale": 0.1}, Unsupported, "temperature_scale is 0.1"),
@@ -393,7 +412,7 @@ def parameters(sources: dict, tensors: dict, config: Config) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("layout", ["new", "old", "both", "fused"])
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.IN_GGUF)
 def test_every_parameter_is_found_and_equals_the_released_one(family, layout):
     hf = models.FAMILIES[family]
     mtp = hf.get("num_nextn_predict_layers", 0) > 0
@@ -409,8 +428,10 @@ def test_every_parameter_is_found_and_equals_the_released_one(family, layout):
 
 
 def test_the_shapes_of_the_table_are_those_of_llama_cpps_files():
-    config = Config.preset("v3")
+    config = Config.preset("v3_2")
     shapes = {row.theirs: axes.shape(config, row.axes.split()) for row in gguf_names.GGUF.rules if row.ours.startswith("layers.")}
+    assert shapes["blk.{l}.indexer.attn_q_b.weight"] == (64 * 128, 1536)
+    assert shapes["blk.{l}.indexer.proj.weight"] == (64, 7168)
     assert shapes["blk.{l}.attn_k_b.weight"] == (128, 512, 128)
     assert shapes["blk.{l}.attn_v_b.weight"] == (128, 128, 512)
     assert shapes["blk.{l}.attn_kv_b.weight"] == (32768, 512)

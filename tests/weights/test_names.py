@@ -10,7 +10,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
-from mla_jax.weights.hf_names import HF
+from mla_jax.weights.deepseek import DEEPSEEK
+from mla_jax.weights.hf_names import HF, table_of
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # what MTP layers repeat
 
@@ -32,7 +33,7 @@ def released(hf: dict, mtp: bool) -> dict[str, tuple[int, ...]]:
 def test_every_parameter_has_the_released_name_and_shape(family, mtp):
     hf = models.FAMILIES[family]
     config = Config.from_hf(hf)
-    sources = [HF.find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
+    sources = [table_of(config).find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
     found = {name: axes.shape(config, source.axes) for source in sources for name in source.names}
     assert found == released(hf, mtp)
 
@@ -42,9 +43,23 @@ def test_every_released_tensor_is_used_or_known_to_be_needless(family):
     hf = models.FAMILIES[family]
     config, present = Config.from_hf(hf), models.tensors(hf, mtp=True)
     present |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(3)}
-    mtp = HF.has_mtp(config, present)
+    table = table_of(config)
+    mtp = table.has_mtp(config, present)
     assert mtp == (hf.get("num_nextn_predict_layers", 0) > 0)
-    HF.resolve(paths(config, mtp), config, present)
+    table.resolve(paths(config, mtp), config, present)
+
+
+def test_norms_of_dense_layers_that_experts_alone_pass_through_are_needless():
+    hf = models.FAMILIES["axk1"]
+    config, present = Config.from_hf(hf), models.tensors(hf)
+    present |= {"model.layers.0.post_mlp_layernorm.weight": np.ones(hf["hidden_size"])}
+    HF.resolve(paths(config, False), config, present)
+
+
+def test_a_parameter_that_a_kind_of_checkpoint_does_not_hold_is_named():
+    config = Config.from_hf(models.FAMILIES["axk1"])
+    with pytest.raises(BadFile, match=r"layers\.1\.mlp_post_norm, which checkpoints of this kind do not hold"):
+        DEEPSEEK.resolve(paths(config, False), config, {})
 
 
 def test_halves_of_kv_b_proj_are_keys_then_values_of_each_head():

@@ -24,7 +24,7 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 @pytest.mark.deep
 @pytest.mark.parametrize("layout", ["new", "old", "fused"])
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.IN_GGUF)
 def test_a_gguf_file_loads_as_the_folder_it_was_made_of(tmp_path, family, layout):
     hf = as_gguf.full(family)
     weights = models.tensors(hf, mtp=True)

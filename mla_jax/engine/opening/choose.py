@@ -17,7 +17,7 @@ from mla_jax.base.options import MAX_ROWS, Options
 from mla_jax.decode.speculative import Drafter
 from mla_jax.engine.core.drafting import Drafting, drafter_of
 from mla_jax.engine.core.size import ROW_COUNTS
-from mla_jax.engine.opening.combinations import refuse
+from mla_jax.engine.opening.combinations import HOST_EXPERTS, INDEXER, refuse
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.policy.retrieving import retrieval_of
 from mla_jax.hosts import distributed
@@ -128,6 +128,12 @@ def placement_of(checkpoint: Checkpoint, options: Options) -> Placement:
         return Placement(why="all on the devices of several processes")
     known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
     return place(options.experts, known, calibrate.host)
+
+
+def features_of_model(config: Config, placement: Placement) -> list[str]:
+    """Features that are in use without being asked for."""
+    found = {HOST_EXPERTS: bool(placement.host), INDEXER: config.index_topk is not None}
+    return [name for name, is_used in found.items() if is_used]
 
 
 def planned_memory(

@@ -2,7 +2,7 @@
 
 docs/combinations.md is made from it (`python -m mla_jax.engine.opening.combinations`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from mla_jax.base.axes import shown_mesh
@@ -31,6 +31,10 @@ FEATURES: dict[str, Condition] = {
     ),
     "several processes": lambda options, layout: options.processes.several,
 }
+
+HOST_EXPERTS, INDEXER = 'experts="host"', "lightning indexer"
+# Features that no option tells: a model has them.
+OF_MODELS = (INDEXER,)
 
 
 class Refusal(NamedTuple):
@@ -78,14 +82,18 @@ REFUSED = (
     ),
     Refusal(('experts="host"', "several processes"), "a host has the experts of its own devices only"),
     Refusal(("host_cache", "several processes"), "pages of other hosts cannot be read here; leave it out"),
+    Refusal(("evict", INDEXER), "the model was trained to choose tokens among all that came before"),
+    Refusal(("retrieve", INDEXER), "the model chooses single tokens by itself"),
+    Refusal(
+        ("mesh context", INDEXER),
+        "tokens are chosen among all pages, which are cut over context; leave context out of the mesh",
+    ),
 )
 
 
-def refuse(options: Options, layout: Layout, host_experts: bool = False) -> None:
-    """Raises Unsupported for features that exclude each other. `host_experts`: some are on the host without being asked for."""
-    used = {name for name, is_used in FEATURES.items() if is_used(options, layout)}
-    if host_experts:
-        used.add('experts="host"')
+def refuse(options: Options, layout: Layout, further: Collection[str] = ()) -> None:
+    """Raises Unsupported for features that exclude each other. `further` ones are in use without being asked for."""
+    used = {name for name, is_used in FEATURES.items() if is_used(options, layout)}.union(further)
     for features, reason in REFUSED:
         if used.issuperset(features):
             first, *others = features
@@ -95,7 +103,7 @@ def refuse(options: Options, layout: Layout, host_experts: bool = False) -> None
 
 def matrix() -> str:
     """The table of docs/combinations.md: a row and a column for each feature."""
-    names = list(FEATURES)
+    names = [*FEATURES, *OF_MODELS]
     notes = {refusal.features: number for number, refusal in enumerate(REFUSED, 1)}
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines += [

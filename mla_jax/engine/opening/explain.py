@@ -6,7 +6,7 @@ from mla_jax.base import qtensor, roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.base.qtensor import REORDERED, QTensor
-from mla_jax.cache.paged import NOTES, PAGE
+from mla_jax.cache.paged import INDEX_K, NOTES, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.fp8_up import stays_fp8
@@ -43,7 +43,8 @@ def explain(
         *_cache(model, planned),
         *_dropped(model, eviction),
         *_retrieval(model, planned.tokens),
-        f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(model.config):.0f} new tokens",
+        *_chosen_tokens(model),
+        *_break_even(model),
         *_placed(model, prompt, placed),
         *_drafted(drafting, planned.rows * planned.shards),
     ]
@@ -138,7 +139,10 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     )
     chosen = "chosen" if dispatch.attention == "auto" else "as asked"
     why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended)
-    return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
+    over = f"{attended:,}"
+    if roofline.chooses(model.config, attended):
+        over = f"{model.config.index_topk:,} of {over}"
+    return f"{phase} ({new:,} new over {over}): {form}{implementation}, {chosen}: {why}"
 
 
 def _cache(model: Transformer, planned: MemoryPlan) -> list[str]:
@@ -182,6 +186,33 @@ def _retrieval(model: Transformer, tokens: int) -> list[str]:
     return [
         f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"
     ]
+
+
+def _chosen_tokens(model: Transformer) -> list[str]:
+    """How many layers choose how many tokens, and from which length."""
+    config = model.config
+    if config.index_topk is None:
+        return []
+    layers, keys = config.num_hidden_layers, _bytes_of_token(model)
+    own = sum(config.has_indexer(layer) for layer in range(layers))
+    others = f"; the other {layers - own} take the choice of a layer below" if own < layers else ""
+    return [
+        f"indexers: {own} of {layers} layers choose {config.index_topk:,} tokens for each new one{others}",
+        f"indexers: contexts of up to {config.index_topk:,} tokens are attended to as a whole; keys take {keys:,} bytes a token",
+    ]
+
+
+def _bytes_of_token(model: Transformer) -> int:
+    """Of the keys of all indexers."""
+    keys = jax.eval_shape(lambda: model.new_pool(1))[INDEX_K]
+    return keys.size * keys.dtype.itemsize // PAGE
+
+
+def _break_even(model: Transformer) -> list[str]:
+    if model.config.index_topk is not None:
+        return []  # a long prefix is not read as a whole
+    tokens = roofline.break_even(model.config)
+    return [f"on a long prefix, rebuilding heads takes fewer FLOPs from {tokens:.0f} new tokens"]
 
 
 def _placed(model: Transformer, prompt: int, placed: Placement | None) -> list[str]:

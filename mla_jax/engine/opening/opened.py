@@ -177,7 +177,7 @@ def _opened(options: Options) -> Opened:
     checkpoint, why = choose.on_devices(options, checkpoint, drafter)
     text = open_text(checkpoint.source)
     placement = choose.placement_of(checkpoint, options)
-    refuse(options, checkpoint.layout, host_experts=bool(placement.host))
+    refuse(options, checkpoint.layout, choose.features_of_model(checkpoint.config, placement))
     checkpoint = choose.with_copies(checkpoint, options, placement)
     found = choose.planned_memory(options, checkpoint, drafter, placement)
     found = dataclasses.replace(found, why_mesh=why)
