@@ -8,6 +8,7 @@ has about `--thousands` of tokens. The score is RULER's: the share of the expect
 seeds and are the same for all rows; eviction happens once a prompt is read, with its question. The second table compares with the
 full cache, task by task: the mean difference, and its 95 % interval by the bootstrap over prompts."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,8 @@ from demo.tasks import Writer, number, word
 from mla_jax import LLM, Evict, SamplingParams
 
 VALUES, HOPS, FREQUENT, OFTEN, SELDOM = 4, 4, 3, 12, 2
-KEEPS = (0.05, 0.1, 0.2)
-BUDGETS = ("uniform", "ada")
+WAYS = tuple(itertools.product(("uniform", "ada"), (0.05, 0.1, 0.2)))  # budgets and shares that are kept
+SMALL = (("uniform", 0.1),)
 SETTINGS: dict[str, Any] = {"draft": "off", "dtype": "float32"}
 
 
@@ -162,8 +163,7 @@ def main() -> None:
     context = {"context": 1500 * thousands}
     ways: dict[str, Any] = {"full": "off"} | {
         f"{budget}, {keep:.0%}": Evict("snapkv", budget=budget, keep=keep, recent=16)
-        for budget in BUDGETS
-        for keep in KEEPS
+        for budget, keep in (SMALL if options.small else WAYS)
     }
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, evict in ways.items():
