@@ -1,4 +1,4 @@
-"""A decode step that attends to a part of what is cached, beside full attention: V2-Lite's shape, random bf16 weights, one GPU.
+"""A decode step that attends to a part of what is cached, compared with full attention: V2-Lite's shape, random weights, one GPU.
 
     python benchmarks/kept_steps.py --out kept_steps.json
     python benchmarks/kept_steps.py --ways full kept --rows 8
@@ -6,8 +6,8 @@
 
 Ways: latents in full, a tenth of them kept by eviction (each layer other ones), a tenth chosen for each token by Quest; heads in
 full, and a tenth of them kept (each head other ones). Rows read random pages of one pool of POOL bytes, so that of long rows each
-page is read by several: no machine holds 64 rows of 128k tokens of heads. The attention's time is the step's less that of a step
-with one page cached; it includes the choice of pages. The floor is the bytes that attention reads over the bandwidth."""
+page is read by several: no machine holds 64 rows of 128k tokens of heads. The attention's time is the step's less the time of a
+step with one page cached; it includes the choice of pages. The floor is the bytes that attention reads over the bandwidth."""
 
 import dataclasses
 import time
@@ -32,7 +32,7 @@ from mla_jax.model.dispatch import Dispatch
 
 SHARE, POOL = 10, 40e9  # what is kept or chosen is a tenth; bytes
 STEPS, DISPATCHES = 32, 4
-LONG, FEW = 3e11, 8  # bytes that attention reads in a step, from which so many steps are enough
+LONG, FEW = 3e11, 8  # bytes that attention reads in a step, from which FEW steps are timed
 Row = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ class Steps:
         self.programs.start(self.pool, self.rows, ProgramShape("run", self.width(held), rows))
 
     def seconds(self, rows: int, width: int, held: int) -> float:
-        """Of a step of `rows` rows that hold so many tokens, by the program for this width."""
+        """Of a step of `rows` rows that hold `held` tokens each, by the program for this width."""
         at = np.arange(rows, dtype=np.int32)
         for first in range(0, self.rows.seen.shape[0], ADMITTED):
             them = first + np.arange(ADMITTED, dtype=np.int32)

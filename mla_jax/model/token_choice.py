@@ -34,6 +34,35 @@ class ChosenSlots(NamedTuple):
     counts: Int[Array, "B T"]
 
 
+class Best(NamedTuple):
+    """The best tokens so far of each new one, in the order of their row; UNSEEN comes behind them."""
+
+    bits: UInt32[Array, "B T K"]  # of scores
+    slots: Int[Array, "B T K"]
+
+    @staticmethod
+    def nothing(shape: tuple[int, ...]) -> "Best":
+        return Best(jnp.full(shape, UNSEEN), jnp.zeros(shape, jnp.int32))
+
+
+class Candidates(NamedTuple):
+    """A block of cached tokens of each line, in the order of its rows."""
+
+    keys: Float[Array, "B S I"]
+    slots: Int[Array, "B S"]  # counted from a layer's first page
+    place: Int[Array, " S"]  # slot of the line
+
+    def joined(
+        self, best: Best, queries: IndexQueries, start: Int[Array, "B T"], stop: Int[Array, "B T"], count: int
+    ) -> Best:
+        """The best `count` of these and of those before; each query sees its slots of the line from `start` to `stop`."""
+        visible = (self.place >= start[..., None]) & (self.place < stop[..., None])
+        bits = _bits(index_scores(queries, self.keys), visible)
+        slots = jnp.broadcast_to(self.slots[:, None], bits.shape)
+        all_bits = jnp.concatenate([best.bits, bits], axis=-1)
+        return _kept(all_bits, jnp.concatenate([best.slots, slots], axis=-1), count)
+
+
 class TokenChoice(NamedTuple):
     """How the new tokens of a step choose among cached ones, the same in all layers."""
 
@@ -48,34 +77,25 @@ class TokenChoice(NamedTuple):
 
     def chosen(self, queries: IndexQueries, keys: Float[Array, "B T I"], layer: Layer) -> ChosenSlots:
         """The choice of a layer, where the keys of the new tokens are cached already."""
-        indexed = layer.of_index
-        slots = self.block * self.size
-
-        def candidates(i: Array) -> tuple[Array, Array, Array]:
-            """Keys of a block, the slots of its tokens in the layer, and in the line."""
-            cached = paged.read(indexed, self.pages, i * self.block, self.block, (INDEX_K,))[INDEX_K]
-            table = jax.lax.dynamic_slice_in_dim(self.pages.table, i * self.block, self.block, axis=1)
-            of_layer = (table[..., None] * self.size + jnp.arange(self.size)).reshape(-1, slots)
-            return cached, of_layer, i * slots + jnp.arange(slots)
+        blocks = -(-self.pages.used // self.block)
 
         def of_queries(q: Array, weights: Array, start: Array, stop: Array) -> tuple[Array, Array]:
-            def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-                cached, of_layer, place = candidates(i)
-                visible = (place >= start[..., None]) & (place < stop[..., None])
-                bits = _bits(index_scores(IndexQueries(q, weights), cached), visible)
-                here = jnp.broadcast_to(of_layer[:, None], bits.shape)
-                return _kept(
-                    jnp.concatenate([found[0], bits], axis=-1),
-                    jnp.concatenate([found[1], here], axis=-1),
-                    self.count,
-                )
+            def add(i: Array, best: Best) -> Best:
+                block = self._candidates(layer.of_index, i)
+                return block.joined(best, IndexQueries(q, weights), start, stop, self.count)
 
-            shape = (*start.shape, self.count)
-            nothing = jnp.full(shape, UNSEEN), jnp.zeros(shape, jnp.int32)
-            bits, best = jax.lax.fori_loop(0, -(-self.pages.used // self.block), add, nothing)
-            return best, (bits != UNSEEN).sum(-1, dtype=jnp.int32)
+            best = jax.lax.fori_loop(0, blocks, add, Best.nothing((*start.shape, self.count)))
+            return best.slots, (best.bits != UNSEEN).sum(-1, dtype=jnp.int32)
 
         return ChosenSlots(*by_tokens(of_queries, self.queries, *queries, self.start, self.stop))
+
+    def _candidates(self, indexed: Layer, i: Array) -> "Candidates":
+        """Those of block `i` of each line; `indexed` has the indexer's keys."""
+        first, count = i * self.block, self.block * self.size
+        keys = paged.read(indexed, self.pages, first, self.block, (INDEX_K,))[INDEX_K]
+        table = jax.lax.dynamic_slice_in_dim(self.pages.table, first, self.block, axis=1)
+        slots = table[..., None] * self.size + jnp.arange(self.size)
+        return Candidates(keys, slots.reshape(-1, count), i * count + jnp.arange(count))
 
     def attended(
         self,
@@ -154,16 +174,16 @@ def _first(bits: UInt32[Array, "B T S"], count: int) -> Bool[Array, "B T S"]:
     return (radix.first(rows, jnp.minimum(there, count)) & (rows != UNSEEN)).reshape(bits.shape)
 
 
-def _kept(bits: UInt32[Array, "B T S"], slots: Int[Array, "B T S"], count: int) -> tuple[Array, Array]:
-    """The best `count` of candidates that are in the order of their row, in that order; UNSEEN comes behind them."""
+def _kept(bits: UInt32[Array, "B T S"], slots: Int[Array, "B T S"], count: int) -> Best:
+    """The best `count` of candidates that are in the order of their row."""
     taken = _first(bits, count)
     place = jnp.where(taken, jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - 1, count)
     line, token = jnp.ogrid[: bits.shape[0], : bits.shape[1]]
     at = line[..., None], token[..., None], place
-    shape = (*bits.shape[:2], count)
-    return (
-        jnp.full(shape, UNSEEN).at[at].set(bits, mode="drop"),
-        jnp.zeros(shape, jnp.int32).at[at].set(slots, mode="drop"),
+    nothing = Best.nothing((*bits.shape[:2], count))
+    return Best(
+        nothing.bits.at[at].set(bits, mode="drop"),
+        nothing.slots.at[at].set(slots, mode="drop"),
     )
 
 
