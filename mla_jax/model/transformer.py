@@ -20,11 +20,11 @@ from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.indexer import Picks
-from mla_jax.model.kernels import add_rms_norm, linear, rms_norm
+from mla_jax.model.kernels import linear
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import norm_weight, parameter, take
+from mla_jax.model.ops import norm_weight, parameter, rms_norm, take
 
 
 class Block(nnx.Module):
@@ -64,8 +64,9 @@ class Block(nnx.Module):
                     normed, layer, plan.form, plan.shared, plan.turns, plan.watch
                 )
             y = y if self.attn_post_norm is None else rms_norm(y, self.attn_post_norm[...], self.eps)
+        x = x + self.scaled(y)
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
-            x, y = add_rms_norm(x, self.scaled(y), self.mlp_norm[...], self.eps)
+            y = rms_norm(x, self.mlp_norm[...], self.eps)
             load = left = None
             if isinstance(self.mlp, MoE):
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
