@@ -347,6 +347,10 @@ class Programs:
         """Begins to compile a program. Shapes of pool and rows will do, here and in `prepare`."""
         return self.all[shape.name].start(*self._arguments(pool, rows, shape))
 
+    def trace(self, pool: Mapping[str, Any], rows: Rows, shape: ProgramShape) -> Future:
+        """As `start`, but returns once the program is traced."""
+        return self.all[shape.name].trace(*self._arguments(pool, rows, shape))
+
     def _arguments(self, pool: Mapping[str, Any], rows: Rows, shape: ProgramShape) -> tuple:
         """The shapes of a program's arguments."""
         width, n = shape.width, shape.rows

@@ -85,6 +85,10 @@ class Dispatcher:
         self._started |= {shape: self.programs.start(*self._shapes, shape) for shape in new}
         return [future for shape in wanted if not _is_there(future := self._started[shape])]
 
+    def trace(self, shape: ProgramShape) -> None:
+        """Begins to compile a program, and returns once it is traced."""
+        self._started[shape] = self.programs.trace(*self._shapes, shape)
+
     def _is_new(self, shape: ProgramShape) -> bool:
         """Whether a program was not asked for yet, or could not be compiled then."""
         future = self._started.get(shape)

@@ -211,8 +211,12 @@ class Engine:
         return self.programs.logits_of(tokens)
 
     def compile_early(self) -> None:
-        """Begins to compile what a first short request needs. The model may have shapes only."""
-        self.device.start(self.choice.early())
+        """Begins to compile what a first short request needs. The model may have shapes only.
+
+        What reads the prompt is traced before this returns: weights that are loaded at the same time would hold it up."""
+        first, *others = self.choice.early()
+        self.device.trace(first)
+        self.device.start(others)
 
     def warm_up(self, grammars: bool = False) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later, and makes the pool; those of
