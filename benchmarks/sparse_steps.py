@@ -1,10 +1,10 @@
-"""A decode step whose tokens attend to those that an indexer chooses, beside attention to all: V3.2's shape, random weights, one GPU.
+"""A decode step that attends to tokens that an indexer chooses, beside attention to all: V3.2's shape, one GPU.
 
     python benchmarks/sparse_steps.py --out sparse_steps.json
     python benchmarks/sparse_steps.py --format bf16 --kv-cache fp8 --rows 8
     python benchmarks/sparse_steps.py --small          (a tiny model, on a CPU: does the script work?)
 
-Layers have the widths of DeepSeek-V3.2 and a dense MLP that is as wide as the nine experts of a token, 18,432. The vocabulary is
+Layers have the widths of DeepSeek-V3.2, random weights, and a dense MLP that is as wide as the nine experts of a token, 18,432. The vocabulary is
 small, so that a step is its layers. The dense way has the same layers without indexers. Rows read random pages, and keys are
 random, so chosen tokens are all over a row. The programs take the longest row; shorter ones run in them. What is cached takes
 the step's time less that of a step with one page. The floor is the bytes that must be read over the bandwidth."""
@@ -25,7 +25,13 @@ from mla_jax.model.parts import cost_of
 
 LAYERS, WORDS, POOL = 4, 4096, 8e9  # bytes of each way's pool
 OF_V3_2 = {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS, "vocab_size": WORDS}
-OF_TINY = {"model_type": "deepseek_v32", "index_topk": 128, "index_n_heads": 4, "index_head_dim": 32, "first_k_dense_replace": 2}
+OF_TINY = {
+    "model_type": "deepseek_v32",
+    "index_topk": 128,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "first_k_dense_replace": 2,
+}
 FULL = Scale(Config.preset("v3_2", **OF_V3_2), (1, 8), (4_096, 16_384, 65_536, 131_072), POOL)
 SMALL = Scale(Config.preset("tiny", **OF_TINY), (1, 2), (256, 1024), 1e7)
 WITHOUT_INDEXERS = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave"))
@@ -71,7 +77,9 @@ def us_of_layer(steps: Steps, scale: Scale, rows: int, held: int) -> float:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--format", default="fp8_block", help="of the weights, as random_models.py makes them")
+    parser.add_argument(
+        "--format", default="fp8_block", help="of the weights, as random_models.py makes them"
+    )
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
     parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--held", nargs="+", type=int, help="cached tokens of a row")
