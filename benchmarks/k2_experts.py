@@ -27,8 +27,8 @@ SETS, CALLS = 8, 16  # choices of experts, and calls in a program
 
 def measured(config: Config, format: str, counts: list[int]) -> Iterator[dict]:
     model, rng = random_model(config, format), np.random.default_rng(0)
-    experts: Any = model.layers[0].mlp.experts
-    stacks = experts.gate[...], experts.up[...], experts.down[...]
+    moe: Any = model.layers[0].mlp
+    stacks = tuple(each[...] for each in (moe.experts.gate, moe.experts.up, moe.experts.down))
     number, each = config.n_routed_experts or 0, config.num_experts_per_tok or 0
     of_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(stacks)) / number
     for rows in counts:

@@ -4,10 +4,11 @@
     python benchmarks/sparse_steps.py --format bf16 --kv-cache fp8 --rows 8
     python benchmarks/sparse_steps.py --small          (a tiny model, on a CPU: does the script work?)
 
-Layers have the widths of DeepSeek-V3.2, random weights, and a dense MLP that is as wide as the nine experts of a token, 18,432. The vocabulary is
-small, so that a step is its layers. The dense way has the same layers without indexers. Rows read random pages, and keys are
-random, so chosen tokens are all over a row. The programs take the longest row; shorter ones run in them. What is cached takes
-the step's time less that of a step with one page. The floor is the bytes that must be read over the bandwidth."""
+Layers have the widths of DeepSeek-V3.2, random weights, and a dense MLP that is as wide as the nine experts of a token, 18,432.
+The vocabulary is small, so that a step is its layers. The dense way has the same layers without indexers. Rows read random
+pages, and keys are random, so chosen tokens are all over a row. The programs take the longest row; shorter ones run in them.
+What is cached takes the step's time less that of a step with one page. The floor is the bytes that must be read over the
+bandwidth."""
 
 import dataclasses
 from collections.abc import Iterator
