@@ -51,7 +51,7 @@ IN_RANGE = {
     "ignore_eos": [True, False],
     "include_stop_str_in_output": [True, False],
     "grammar": [None, Grammar.regex("a"), Grammar.choice(["a"])],
-    "logits": [None, lambda logits, tokens, state: (logits, state), LogitsProcessor(lambda *given: given)],
+    "logits": [None, LogitsProcessor(lambda *given: given)],
 }
 NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
 OUT_OF_RANGE = {
@@ -156,6 +156,12 @@ def test_what_is_in_range_is_taken(name):
         params = SamplingParams(**{name: value})
         if name not in ("stop", "stop_token_ids"):
             assert getattr(params, name) == value
+
+
+def test_a_function_of_logits_becomes_a_processor_without_a_state():
+    function = SamplingParams  # anything that can be called
+    params = SamplingParams(logits=function)
+    assert (params.logits.function, params.logits.state) == (function, ())
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
