@@ -165,7 +165,7 @@ class Dispatch:
             return None
         if pool is None:
             return MaskChoice(config.index_topk or 0, prepare(batch))
-        sizes = (self.device.platform, name, lines, model.dtype.itemsize)
+        sizes = (self.device.platform, name, lines, new, model.dtype.itemsize)
         return token_choice.choice_of_step(
             batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes)
         )
@@ -260,7 +260,8 @@ class Dispatch:
             turns = rope.turns(batch.positions, config)
             choosing = chosen = None
             if form == "kernel_chosen":
-                sizes = roofline.choice_sizes(config, self.device.platform, form, rows, model.dtype.itemsize)
+                of_step = (self.device.platform, form, rows, new, model.dtype.itemsize)
+                sizes = roofline.choice_sizes(config, *of_step)
                 choosing = token_choice.choice_of_step(batch, layer.pool, config, sizes)
                 chosen = token_choice.nothing(choosing)
             return nnx.merge(graph, weights)(x, layer, row, step, turns, None, choosing, chosen)[0]

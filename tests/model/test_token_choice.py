@@ -181,7 +181,7 @@ def test_scores_of_all_cached_tokens_are_never_in_memory_together():
     """Of a chunk of a prompt behind a long context, whose scores alone would take more than all temporaries."""
     config = dataclasses.replace(Config.preset("v3_2"), index_topk=256)
     new, pages, size = 512, 4096, 64
-    sizes = roofline.choice_sizes(config, "gpu", "move_elided", 1, 2)._replace(slots=1024, choosing=64)
+    sizes = roofline.choice_sizes(config, "gpu", "move_elided", 1, new, 2)._replace(slots=1024, choosing=64)
     shapes = {
         "q": jax.ShapeDtypeStruct((1, new, 64, 128), jnp.float32),
         "w": jax.ShapeDtypeStruct((1, new, 64), jnp.float32),
