@@ -88,15 +88,15 @@ def read_tokens(config: Config, rows: int, new: int, attended: int) -> int:
     return rows * new * (config.index_topk or 0) if chooses(config, attended) else rows * attended
 
 
-def choice_cost(config: Config, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+def choice_cost(config: Config, rows: int, new: int, attended: int, key: float) -> Cost:
     """FLOPs and bytes of one indexer without its projections, nothing where it does not choose.
 
-    Keys are read once, and the products of all its heads are written and read in float32."""
+    Keys of `key` bytes are read once, and the products of all its heads are written and read in float32."""
     if not chooses(config, attended):
         return Cost(0.0, 0.0)
     heads, width = config.index_n_heads or 0, config.index_head_dim or 0
     products = rows * new * attended * heads
-    return Cost(2 * products * width, itemsize * rows * attended * width + 2 * 4 * products)
+    return Cost(2 * products * width, key * rows * attended + 2 * 4 * products)
 
 
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
