@@ -37,8 +37,8 @@ ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G
 NOTES = {ASKED, SUMMARY}
 # What an indexer caches of tokens (model/fp8_index.py), in those layers that have one; attention ignores it too.
 INDEX_K, INDEX_SCALE = "index_k", "index_k_scale"
-INDEX = {INDEX_K, INDEX_SCALE}
-ASIDE = NOTES | INDEX
+OF_INDEX = {INDEX_K, INDEX_SCALE}
+ASIDE = NOTES | OF_INDEX
 
 Pool = dict[str, Shaped[Array, "G ..."]]
 

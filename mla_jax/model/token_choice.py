@@ -18,7 +18,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.evict import LEAST
-from mla_jax.cache.paged import INDEX, Layer, Pool, StepRows, View
+from mla_jax.cache.paged import OF_INDEX, Layer, Pool, StepRows, View
 from mla_jax.model import fp8_index
 from mla_jax.model.block_attention import ChosenTokens, StepCache
 from mla_jax.model.indexer import IndexQueries, index_scores
@@ -93,7 +93,7 @@ class TokenChoice(NamedTuple):
     def _candidates(self, indexed: Layer, i: Array, dtype: jnp.dtype) -> "Candidates":
         """Those of block `i` of each line; `indexed` has the indexer's keys."""
         first, count = i * self.block, self.block * self.size
-        cached = paged.read(indexed, self.pages, first, self.block, INDEX)
+        cached = paged.read(indexed, self.pages, first, self.block, OF_INDEX)
         keys = fp8_index.key_format_of(cached).reads(cached, dtype)
         table = jax.lax.dynamic_slice_in_dim(self.pages.table, first, self.block, axis=1)
         slots = table[..., None] * self.size + jnp.arange(self.size)

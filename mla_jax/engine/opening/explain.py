@@ -6,7 +6,7 @@ from mla_jax.base import qtensor, roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.base.qtensor import REORDERED, QTensor
-from mla_jax.cache.paged import INDEX, NOTES, PAGE
+from mla_jax.cache.paged import NOTES, OF_INDEX, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.fp8_up import stays_fp8
@@ -207,7 +207,7 @@ def _chosen_tokens(model: Transformer) -> list[str]:
 def _bytes_of_token(model: Transformer) -> int:
     """Of the keys of all indexers."""
     pool = jax.eval_shape(lambda: model.new_pool(1))
-    return sum(pool[name].size * pool[name].dtype.itemsize for name in INDEX & pool.keys()) // PAGE
+    return sum(pool[name].size * pool[name].dtype.itemsize for name in OF_INDEX & pool.keys()) // PAGE
 
 
 def _break_even(model: Transformer) -> list[str]:
