@@ -658,6 +658,7 @@ def grouped(
     expected = expected or M
     width = width or best_width(expected, X, table)
     slots, depth, *fewer = table[width]
+    slots -= X > tuning.RAGGED_DOT_GROUPS.get((kind, width), X)
     depth = min(depth, D)
     groups = -(-X // GROUPS) * GROUPS
     count = len(weights)
