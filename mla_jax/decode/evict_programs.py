@@ -6,7 +6,7 @@ prompt can be read by any kernel before, and decoding needs no scores. Between b
 old pages may be others' too, and are only read."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, newest
 from mla_jax.mesh import across
 from mla_jax.model import attention_scores
+from mla_jax.model.attention_scores import Asked
+from mla_jax.model.block_attention import StepCache
+from mla_jax.model.dispatch import StepPlan
+from mla_jax.model.rope import softmax_scale
 from mla_jax.model.transformer import Transformer
 
 MOVED = 16  # pages that are moved at a time
@@ -73,16 +77,15 @@ def observe(
     # Where tokens are there to ask for the others, no other queries count
     looking = jnp.where(ignored > 0, ignored, evicts.window)
     tokens, batch = newest(rows, at, page_table, evicts.window, looking)
-    _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
+    watch = functools.partial(attention_scores.asked, policy)
+    _, same, aux = model(tokens, batch, pool, watch=watch)
     assert same is not None
-    found = (
-        aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
-    )
     slots = page_table.pages.shape[-1] * _page_size(pool)
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
-    scores = jnp.stack(found)[..., :slots]
+    plan = model.dispatch.watching(model, batch, same, watch)
+    scores = _scores(model, plan, same, policy, aux["watched"])
     stays = evict.kept(
-        scores,
+        scores[..., :slots],
         held - ignored[:, None],
         count,
         evicts.budget,
@@ -94,6 +97,23 @@ def observe(
     # Nothing is moved for an index that is no row: its page table is not its own
     kept = jnp.where(at < rows.seen.shape[0], kept, 0)
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
+
+
+def _scores(
+    model: Transformer, plan: StepPlan, pool: Pool, policy: EvictionPolicy, asked: Sequence[Asked]
+) -> Float[Array, "L B M S"]:
+    """Of all layers, in a loop: written out for each, they take the compiler longer than all else, and more memory."""
+    scale = softmax_scale(model.config)
+
+    def of_layer(given: tuple[Array, Asked]) -> Float[Array, "B M S"]:
+        number, asked = given
+        mine = plan.of_layer(number)
+        held = StepCache({}, model.layer_of(pool, number), mine.shared, mine.form.reads)
+        found = attention_scores.scores(policy, asked, held, scale)
+        return found if model.lanes > 1 else _shared(found, policy.stages)
+
+    layers = jnp.arange(len(asked), dtype=jnp.int32)
+    return jax.lax.map(of_layer, (layers, jax.tree.map(lambda *each: jnp.stack(each), *asked)))
 
 
 def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stages} S"]:

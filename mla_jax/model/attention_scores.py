@@ -1,8 +1,9 @@
 """Attention scores and queries of a layer, for eviction and retrieval. `queries` are the layer's queries of new tokens; `scores`
 are an eviction policy's scores of cached tokens, from the attention of the newest queries, block by block.
 
-Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never in memory together: a first
-round over the blocks sums the exponentials, a second one scores."""
+What needs the layer's weights is `asked` while the newest tokens pass it; the rest needs the cache alone, so that one loop can
+score all layers behind the pass. Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never
+in memory together: a first round over the blocks sums the exponentials, a second one scores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from mla_jax.model.fp8_up import plain_up, to_latent
 from mla_jax.model.page_selection import absorbed_queries
 
 # of (queries as forms take them, held, up, projection behind attention, scale)
-Watch = Callable[[tuple[Array, Array], StepCache, Any, Array, float], Array]
+Watch = Callable[[tuple[Array, Array], StepCache, Any, Array, float], Any]
 Number = Array | int  # of a block
 
 
@@ -32,24 +33,49 @@ def queries(
     return absorbed_queries(q, up)
 
 
-def scores(
-    policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
-) -> Float[Array, "B M S"]:
-    """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
+class Asked(NamedTuple):
+    """What a policy needs of a layer besides its cache."""
 
-    `q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
-    watched = Watched.of(q, held, up, scale)
+    queries: tuple[Float[Array, "B T N H"], ...]  # of tokens that are cached, as they meet the keys
+    worth: Float[Array, "B N S"] | None  # of each slot, for policies that want it
+
+
+def asked(
+    policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
+) -> Asked:
+    """`q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
+    queries = _as_they_meet_keys(q, held, up)
+    if not policy.needs_worth:
+        return Asked(queries, None)
+    watched = Watched.of(queries, held, scale)
+    worth = watched.side_by_side(lambda i: _worth(watched.cached(i), up, out).swapaxes(1, 2))
+    return Asked(queries, worth)
+
+
+def scores(policy: EvictionPolicy, asked: Asked, held: StepCache, scale: float) -> Float[Array, "B M S"]:
+    """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart."""
+    watched = Watched.of(asked.queries, held, scale)
     total = watched.total()
     anchor = watched.anchor() if policy.needs_anchor else None
 
     def scored(i: Number) -> Float[Array, "B M S"]:
         cached = watched.cached(i)
         weights = jnp.exp(watched.scores(cached, i) - total)
-        worth = _worth(cached, up, out) if policy.needs_worth else None
+        worth = None if asked.worth is None else watched.block_of(asked.worth, i).swapaxes(1, 2)
         return policy.of_block(Seen(weights, _keys(cached), anchor, worth, watched.slot(i), watched.lens))
 
     found = paged.gathered_slots(watched.side_by_side(scored), watched.layer.size)
     return policy.finished(found, watched.lens)
+
+
+def _as_they_meet_keys(q: Any, held: StepCache, up: Any) -> tuple[Float[Array, "B T N H"], ...]:
+    over_heads = "k" in _layer(held).pool
+    return (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
+
+
+def _layer(held: StepCache) -> Layer:
+    assert held.layer is not None, "a policy scores what is cached"
+    return held.layer
 
 
 class Watched(NamedTuple):
@@ -62,11 +88,8 @@ class Watched(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Any, held: StepCache, up: Any, scale: float) -> "Watched":
-        assert held.layer is not None, "a policy scores what is cached"
-        over_heads = "k" in held.layer.pool
-        queries = (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
-        return cls(held.layer, held.step, held.reads, queries, scale)
+    def of(cls, queries: tuple[Array, ...], held: StepCache, scale: float) -> "Watched":
+        return cls(_layer(held), held.step, held.reads, queries, scale)
 
     @property
     def slots(self) -> int:
@@ -118,6 +141,10 @@ class Watched(NamedTuple):
         start = jnp.zeros(jax.eval_shape(directions, 0).shape)
         total = jax.lax.fori_loop(0, self.used, lambda i, total: total + directions(i), start)
         return across.total(total, CONTEXT) / jnp.maximum(self.lens, 1)[..., None]
+
+    def block_of(self, found: Float[Array, "B M S"], i: Number) -> Float[Array, "B M s"]:
+        """A block of what is side by side."""
+        return jax.lax.dynamic_slice_in_dim(found, i * self.slots, self.slots, axis=2)
 
     def side_by_side(self, scored: Callable[[Number], Array]) -> Float[Array, "B M S"]:
         """The scores of all blocks, in order; zeros for empty blocks."""
