@@ -267,7 +267,7 @@ def whole(model: Transformer, tokens: list[int], masks: np.ndarray) -> tuple[np.
     plan, x, pending, inputs = model.dispatch.step(model, batch, None), model.embedded(jnp.asarray([tokens])), None, []
     for block, mask in zip(model.layers, masks, strict=True):
         inputs.append(np.asarray(settle(x, pending)))
-        (x, pending), _, _ = block(x, pending, batch, None, plan._replace(shared=jnp.asarray(mask)[None]))
+        (x, pending, _), _, _ = block(x, pending, batch, None, plan._replace(shared=jnp.asarray(mask)[None]))
     hidden = rms_norm(settle(x, pending), model.norm[...], model.config.rms_norm_eps)
     return np.asarray(model.unembed(hidden)[0]), inputs
 

@@ -54,6 +54,36 @@ def asked() -> list[Request]:
 
 
 @pytest.mark.deep
+def test_with_a_window_all_before_it_is_as_far_as_its_edge(programs_of, asked, retrieving_folder):
+    """As in the whole sequence, by its definition; InfLLM's representatives are chosen without positions."""
+    window, most = 70, 6
+    dispatch = windowed(window, most * PAGE)
+    programs = Programs(load(retrieving_folder, dispatch=dispatch))
+    (ids,) = answer(retrieving(programs), asked[0])
+    model, prompt = programs.model, asked[0].prompt
+    assert dispatch.retrieval is not None
+    recent = dispatch.retrieval.recent
+    for edge, same in ((window, True), (window + 40, False)):
+        given = {"dense": 1, "recent": recent, "window": edge}
+        hidden = retrieved.hidden_states(model, prompt + ids, len(prompt), "infllm", most, PAGE, **given)
+        logits = np.asarray(model.unembed(jax.numpy.asarray(hidden[len(prompt) - 1 : -1])))
+        assert (np.argmax(logits, -1).tolist() == ids) == same
+    together = answer(retrieving(programs), *asked)
+    assert together[0] == ids
+    small = retrieving(programs, dataclasses.replace(ROOMY, pages=24))
+    assert answer(small, *asked, streams=True, preempt_every=4) == together
+
+
+def test_a_window_that_holds_everything_changes_nothing(programs_of, asked, retrieving_folder):
+    programs = Programs(load(retrieving_folder, dispatch=windowed(512, 10 * PAGE)))
+    assert answer(retrieving(programs), *asked) == answer(retrieving(programs_of("infllm", 10 * PAGE)), *asked)
+
+
+def windowed(window: int, tokens: int) -> Dispatch:
+    return Dispatch(retrieval=Retrieval(RETRIEVAL_POLICIES["infllm"], tokens, dense=1).with_window(window, PAGE))
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_chooses(programs_of, asked, policy):
     programs = programs_of(policy)
