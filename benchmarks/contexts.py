@@ -118,7 +118,8 @@ def main() -> None:
         for row in in_a_process(way, tokens, options.small):
             rows.append(row)
             print(row, flush=True)
-            if options.out is not None:  # what is there if the run is cut; this process leaves the device alone until the end
+            if options.out is not None:
+                # Without the machine: until the end, the device is the measuring process's
                 options.out.write_text(json.dumps({"benchmark": "contexts", "rows": rows}, indent=1) + "\n")
     report.show(rows, options.out, benchmark="contexts", small=options.small)
 

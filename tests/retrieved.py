@@ -45,8 +45,8 @@ def forward(
     model: Transformer, tokens: list[int], mask_of: Callable, window: int | None = None
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
     """Hidden states `[S D]` after the last norm, and each layer's queries and keys; a layer's tokens see what `mask_of` says of
-    its number, of these, and of the queries that ask for representatives. With a `window` these are the far queries, keys as at the
-    beginning, and queries as there."""
+    its number, of these, and of the queries that ask for representatives. With a `window` these are the far queries, keys as at
+    the beginning, and queries as there."""
     config, count, found = model.config, len(tokens), []
     x, scale = model.embedded(jnp.asarray([tokens], jnp.int32)), rope.softmax_scale(config)
     for number, block in enumerate(model.layers):

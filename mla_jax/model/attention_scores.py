@@ -2,8 +2,8 @@
 are an eviction policy's scores of cached tokens, from the attention of the newest queries, block by block.
 
 What needs the layer's weights is `asked` while the newest tokens pass it; the rest needs the cache alone, so that one loop can
-score all layers behind the pass. Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never
-in memory together: a first round over the blocks sums the exponentials, a second one scores."""
+score all layers behind the pass. Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are
+never in memory together: a first round over the blocks sums the exponentials, a second one scores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

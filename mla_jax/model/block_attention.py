@@ -46,7 +46,6 @@ class Blocks(NamedTuple):
             found = seen(self.rows, self.pages.start)[:, :, None]
         return found & self.mask[:, :, None, None]
 
-
     def index_of(self, first: Array | int, slots: int) -> Int[Array, "#B S"]:
         """The place of each slot of a block in the row that has it."""
         slot = first + jnp.arange(slots)
@@ -78,9 +77,7 @@ class StepCache(NamedTuple):
         def block(i: Array | int) -> tuple[Array, Array, Array]:
             cached = self.reads(paged.read(layer, pages, i * count, count))
             seen = self.step.visible(i * count * layer.size, count * layer.size)
-            return _scored(
-                of_block(cached, i * count * layer.size), seen, self.step.rows.row is not None
-            )
+            return _scored(of_block(cached, i * count * layer.size), seen, self.step.rows.row is not None)
 
         if pages.table.shape[-1] == count:
             return _finish(*_joined(block(0))[1:])

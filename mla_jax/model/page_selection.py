@@ -157,9 +157,7 @@ def of_step(
     pages = retrieval.pages(size)
     decodes = batch.row is None and batch.mask.shape[1] <= 1 + MOST_DRAFTS and batch.width > pages
     pages = pages if decodes else None
-    return PageSelection(
-        retrieval, batch, written(paged.rows_of(batch, size), size), pages, prepare, turned
-    )
+    return PageSelection(retrieval, batch, written(paged.rows_of(batch, size), size), pages, prepare, turned)
 
 
 def absorbed_queries(q: tuple[Array, Array], up: Up) -> Float[Array, "B T N L"]:

@@ -352,9 +352,7 @@ class Read:
         self.at = np.minimum((self.held - self.again)[:, None] + np.arange(WINDOW), max(ROWS) - 1)
         self.hidden = np.take_along_axis(np.asarray(hidden), self.at[..., None], axis=1)
         self.looks = jax.jit(
-            lambda tokens, batch, pool: self.model(
-                tokens, batch, pool, watch=functools.partial(scored_at_once, Weights())
-            )
+            lambda tokens, batch, pool: self.model(tokens, batch, pool, watch=functools.partial(scored_at_once, Weights()))
         )
 
     def once_more(self, table: Any, pool: Pool) -> tuple[np.ndarray, Pool, dict[str, list[jax.Array]]]:

@@ -18,7 +18,10 @@ from mla_jax.model.dispatch import FORMS_OF
 N, P, E, R, V, SIZE, SCALE = 2, 3, 6, 5, 4, 4, 0.4
 HELD = np.array([9, 23, 0, 14])  # tokens of each row
 PAGES = 6
-CONFIGS = {style: dataclasses.replace(Config.preset("tiny"), qk_rope_head_dim=E, rope_interleave=style, rope_scaling=None) for style in (True, False)}
+CONFIGS = {
+    style: dataclasses.replace(Config.preset("tiny"), qk_rope_head_dim=E, rope_interleave=style, rope_scaling=None)
+    for style in (True, False)
+}
 
 
 class Drawn:

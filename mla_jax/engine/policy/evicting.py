@@ -76,7 +76,7 @@ class Eviction:
         return -(-(self.count(tokens) + more) // PAGE) + 1
 
     def stretch(self, request: Request) -> int | None:
-        """Tokens between two points at most, where that bounds what a request holds; None: it holds all its tokens at some time."""
+        """Tokens between two points at most, where that bounds what a request holds; else None: it holds all at some time."""
         if self.chunk is None or request.context is not None or request.params.prompt_logprobs is not None:
             return None
         return max(self.chunk + (request.asking or 0), self.every)
@@ -197,7 +197,9 @@ class Evicting(CachePolicy):
 
     def programs_of(self, request: Request) -> list[ProgramShape]:
         before, again = self.most_pages(request), -(-(self.eviction.stretch(request) or 0) // PAGE)
-        return self.programs_between([self.size.width_for(min(before + again, super().most_pages(request)) + 1)])
+        return self.programs_between(
+            [self.size.width_for(min(before + again, super().most_pages(request)) + 1)]
+        )
 
     def most_pages(self, request: Request) -> int:
         """On average over layers and heads: a budget may give one of them more."""

@@ -14,7 +14,8 @@ def retrieval_of(options: RetrieveOptions) -> Retrieval | None:
     """As asked for; None if everything is read."""
     if options.retrieve == "off":
         return None
-    retrieval, window = Retrieval(RETRIEVAL_POLICIES[options.retrieve], options.retrieve_tokens), options.retrieve_window
+    retrieval = Retrieval(RETRIEVAL_POLICIES[options.retrieve], options.retrieve_tokens)
+    window = options.retrieve_window
     return retrieval if window is None else retrieval.with_window(window, PAGE)
 
 
