@@ -214,9 +214,10 @@ class RetrieveOptions(Checked):
     retrieve_tokens: int = option(4096, whole(FEWEST_RETRIEVED))
     """Tokens of context that a decode step attends to in each layer."""
     retrieve_window: int | None = option(None, optional(whole(1)))
-    """InfLLM's local window, tokens: all before it are as far as its edge (default: each at its own distance).
+    """InfLLM's local window, tokens: all before it are as far as its edge.
 
-    So a model meets no distance that it was not trained for. It computes without kernels, which takes longer."""
+    So a model meets no distance that it was not trained for. By default each token is at its own distance. It is computed without
+    kernels, which takes longer."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -222,7 +222,7 @@ class Ranked(NamedTuple):
 
     def best(self, count: Int[Array, "L B #H"]) -> Bool[Array, "L B H S"]:
         """As many of the best of each layer and head."""
-        return best(self.score, self.newer, count)
+        return highest(self.score, self.newer, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +309,7 @@ def among_best(
     if over_layers:
         score, newer, total = score.swapaxes(0, 2), newer.swapaxes(0, 2), total.sum(0, keepdims=True)
     flat = *score.shape[:2], -1
-    taken = best(score.reshape(flat), newer.reshape(flat), total).reshape(score.shape)
+    taken = highest(score.reshape(flat), newer.reshape(flat), total).reshape(score.shape)
     counts = taken.sum(-1, dtype=jnp.int32)
     return counts.swapaxes(0, 2) if over_layers else counts
 
@@ -365,10 +365,10 @@ def kept(
     counts = rule.counts(ranked)
     if first is not None:
         score = ordered(stages[1], forced | ranked.best(_share(counts, first)))
-    return best(score, newer, counts) & (slot < end)
+    return highest(score, newer, counts) & (slot < end)
 
 
-def best(
+def highest(
     score: Float[Array, "*H S"], newer: Int[Array, "*J S"], count: Int[Array, "*K"]
 ) -> Bool[Array, "*H S"]:
     """The `count` highest, of equal ones those with a larger number in `newer`, then the first."""

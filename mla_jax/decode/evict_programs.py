@@ -22,7 +22,7 @@ from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, newest
 from mla_jax.mesh import across
 from mla_jax.model import attention_scores
-from mla_jax.model.attention_scores import Asked
+from mla_jax.model.attention_scores import PolicyInputs
 from mla_jax.model.block_attention import StepCache
 from mla_jax.model.dispatch import StepPlan
 from mla_jax.model.rope import softmax_scale
@@ -100,12 +100,12 @@ def observe(
 
 
 def _scores(
-    model: Transformer, plan: StepPlan, pool: Pool, policy: EvictionPolicy, asked: Sequence[Asked]
+    model: Transformer, plan: StepPlan, pool: Pool, policy: EvictionPolicy, asked: Sequence[PolicyInputs]
 ) -> Float[Array, "L B M S"]:
     """Of all layers, in a loop: written out for each, they take the compiler longer than all else, and more memory."""
     scale = softmax_scale(model.config)
 
-    def of_layer(given: tuple[Array, Asked]) -> Float[Array, "B M S"]:
+    def of_layer(given: tuple[Array, PolicyInputs]) -> Float[Array, "B M S"]:
         number, asked = given
         mine = plan.of_layer(number)
         held = StepCache({}, model.layer_of(pool, number), mine.shared, mine.form.reads)

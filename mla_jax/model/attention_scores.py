@@ -33,8 +33,8 @@ def queries(
     return absorbed_queries(q, up)
 
 
-class Asked(NamedTuple):
-    """What a policy needs of a layer besides its cache."""
+class PolicyInputs(NamedTuple):
+    """A policy's needs of a layer besides its cache."""
 
     queries: tuple[Float[Array, "B T N H"], ...]  # of tokens that are cached, as they meet the keys
     worth: Float[Array, "B N S"] | None  # of each slot, for policies that want it
@@ -42,17 +42,19 @@ class Asked(NamedTuple):
 
 def asked(
     policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
-) -> Asked:
+) -> PolicyInputs:
     """`q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
     queries = _as_they_meet_keys(q, held, up)
     if not policy.needs_worth:
-        return Asked(queries, None)
+        return PolicyInputs(queries, None)
     watched = Watched.of(queries, held, scale)
     worth = watched.side_by_side(lambda i: _worth(watched.cached(i), up, out).swapaxes(1, 2))
-    return Asked(queries, worth)
+    return PolicyInputs(queries, worth)
 
 
-def scores(policy: EvictionPolicy, asked: Asked, held: StepCache, scale: float) -> Float[Array, "B M S"]:
+def scores(
+    policy: EvictionPolicy, asked: PolicyInputs, held: StepCache, scale: float
+) -> Float[Array, "B M S"]:
     """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart."""
     watched = Watched.of(asked.queries, held, scale)
     total = watched.total()

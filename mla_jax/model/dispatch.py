@@ -136,7 +136,7 @@ class Dispatch:
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
         if self.window is not None:
-            form = far_positions.over(form, self.window, model.config)
+            form = far_positions.windowed(form, self.window, model.config)
         slots = self.block_slots(model, name, *batch.positions.shape)
 
         def prepare(batch: Batch) -> Any:

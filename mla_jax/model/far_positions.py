@@ -18,10 +18,10 @@ from mla_jax.model.fp8_up import Up, from_latent, to_latent
 from mla_jax.model.mla import Form, Queries
 
 
-def over(form: Form, window: int, config: Config) -> Form:
+def windowed(form: Form, window: int, config: Config) -> Form:
     """`form`, over unturned latents, with distances up to `window`. The arithmetic is that of move_elided."""
     attends = functools.partial(attended, window=window, config=config)
-    return form._replace(attends=attends, prepare=prepare)
+    return form._replace(attends=attends, prepare=prepare_places)
 
 
 class Uncached(NamedTuple):
@@ -31,7 +31,7 @@ class Uncached(NamedTuple):
     positions: Int[Array, "B T"]
 
 
-def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Uncached:
+def prepare_places(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Uncached:
     step = block_attention.prepare(batch, pool, config, block)
     return step if isinstance(step, Blocks) else Uncached(step, batch.positions)
 

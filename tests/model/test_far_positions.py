@@ -60,7 +60,7 @@ def turned(x: np.ndarray, position: int, config: Config) -> np.ndarray:
 
 def found(drawn: Drawn, batch: Batch, at: tuple[np.ndarray, np.ndarray], window: int, config: Config, block: int) -> np.ndarray:
     """Attention of the tokens `at` (row, token), in the batch's lines; all rows' tokens are cached."""
-    form = far_positions.over(FORMS_OF["auto"]["move_elided"], window, config)
+    form = far_positions.windowed(FORMS_OF["auto"]["move_elided"], window, config)
     layer = Layer(pool_of(drawn), jnp.int32(0))
 
     @jax.jit
@@ -112,7 +112,7 @@ def test_rows_and_lines_attend_as_loops_do(window, config):
 
 def test_without_a_cache_tokens_attend_to_each_other_alike():
     drawn, config, window = Drawn(), CONFIGS[True], 5
-    form = far_positions.over(FORMS_OF["auto"]["move_elided"], window, config)
+    form = far_positions.windowed(FORMS_OF["auto"]["move_elided"], window, config)
     batch = Batch.dense(len(HELD), int(max(HELD)))
     up, q = (tuple(map(floats, pair)) for pair in (drawn.up, (drawn.q, drawn.q_pe)))
     new, step = form.remembers(floats(drawn.c_kv), floats(drawn.k_pe), up), form.prepare(batch, None, config, 8)
