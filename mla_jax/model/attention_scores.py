@@ -1,10 +1,10 @@
 """Attention scores and queries of a layer, for eviction and retrieval. `queries` are the layer's queries of new tokens; `scores`
 are an eviction policy's scores of cached tokens, from the attention of the newest queries, block by block.
 
-What needs the layer's weights is `asked` while the newest tokens pass it; the rest needs the cache alone, so that one loop can
-score all layers behind the pass. Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are
-never in memory together: a first round over the blocks sums the exponentials, a second one scores."""
+Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never in memory together: a first
+round over the blocks sums the exponentials, a second one scores."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,46 +33,44 @@ def queries(
     return absorbed_queries(q, up)
 
 
-class PolicyInputs(NamedTuple):
-    """A policy's needs of a layer besides its cache."""
-
-    queries: tuple[Float[Array, "B T N H"], ...]  # of tokens that are cached, as they meet the keys
-    worth: Float[Array, "B N S"] | None  # of each slot, for policies that want it
-
-
-def asked(
-    policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
-) -> PolicyInputs:
-    """`q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
-    queries = _as_they_meet_keys(q, held, up)
-    if not policy.needs_worth:
-        return PolicyInputs(queries, None)
-    watched = Watched.of(queries, held, scale)
-    worth = watched.side_by_side(lambda i: _worth(watched.cached(i), up, out).swapaxes(1, 2))
-    return PolicyInputs(queries, worth)
-
-
 def scores(
-    policy: EvictionPolicy, asked: PolicyInputs, held: StepCache, scale: float
+    policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
 ) -> Float[Array, "B M S"]:
-    """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart."""
-    watched = Watched.of(asked.queries, held, scale)
+    """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
+
+    `q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
+    worth = functools.partial(_worth, up=up, out=out) if policy.needs_worth else None
+    return scores_for(policy, met_queries(q, held, up, out, scale), held, scale, worth)
+
+
+def met_queries(
+    q: Any, held: StepCache, up: Any, out: Array, scale: float
+) -> tuple[Float[Array, "B T N H"], ...]:
+    """The queries as they meet the cached keys: a layer's weights are needed no more then, but for the worth of tokens."""
+    over_heads = "k" in _layer(held).pool
+    return (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
+
+
+def scores_for(
+    policy: EvictionPolicy,
+    queries: tuple[Float[Array, "B T N H"], ...],
+    held: StepCache,
+    scale: float,
+    worth: Callable[[Cached], Array] | None = None,
+) -> Float[Array, "B M S"]:
+    """The same for these queries; `worth` is that of a block's tokens, for policies that want it."""
+    watched = Watched.of(queries, held, scale)
     total = watched.total()
     anchor = watched.anchor() if policy.needs_anchor else None
 
     def scored(i: Number) -> Float[Array, "B M S"]:
         cached = watched.cached(i)
         weights = jnp.exp(watched.scores(cached, i) - total)
-        worth = None if asked.worth is None else watched.block_of(asked.worth, i).swapaxes(1, 2)
-        return policy.of_block(Seen(weights, _keys(cached), anchor, worth, watched.slot(i), watched.lens))
+        of_block = None if worth is None else worth(cached)
+        return policy.of_block(Seen(weights, _keys(cached), anchor, of_block, watched.slot(i), watched.lens))
 
     found = paged.gathered_slots(watched.side_by_side(scored), watched.layer.size)
     return policy.finished(found, watched.lens)
-
-
-def _as_they_meet_keys(q: Any, held: StepCache, up: Any) -> tuple[Float[Array, "B T N H"], ...]:
-    over_heads = "k" in _layer(held).pool
-    return (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
 
 
 def _layer(held: StepCache) -> Layer:
@@ -143,10 +141,6 @@ class Watched(NamedTuple):
         start = jnp.zeros(jax.eval_shape(directions, 0).shape)
         total = jax.lax.fori_loop(0, self.used, lambda i, total: total + directions(i), start)
         return across.total(total, CONTEXT) / jnp.maximum(self.lens, 1)[..., None]
-
-    def block_of(self, found: Float[Array, "B M S"], i: Number) -> Float[Array, "B M s"]:
-        """A block of what is side by side."""
-        return jax.lax.dynamic_slice_in_dim(found, i * self.slots, self.slots, axis=2)
 
     def side_by_side(self, scored: Callable[[Number], Array]) -> Float[Array, "B M S"]:
         """The scores of all blocks, in order; zeros for empty blocks."""

@@ -60,11 +60,6 @@ class Shown(EvictionPolicy):
         return found
 
 
-def scored_at_once(policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: jax.Array, scale: float) -> jax.Array:
-    """The scores of a layer while the newest tokens pass it."""
-    return attention_scores.scores(policy, attention_scores.asked(policy, q, held, up, out, scale), held, scale)
-
-
 class Cached:
     """Tokens of some rows in random pages of a poisoned pool, in the second of its layers, as a form caches them."""
 
@@ -111,7 +106,7 @@ class Cached:
         @jax.jit
         def scored(layer: Layer, batch: Batch, q: Any, up: Any, out: jax.Array) -> jax.Array:
             step = self.form.prepare(batch, layer.pool, CONFIG, block)
-            return scored_at_once(policy, q, StepCache({}, layer, step, self.form.reads), up, out, SCALE)
+            return attention_scores.scores(policy, q, StepCache({}, layer, step, self.form.reads), up, out, SCALE)
 
         found = np.asarray(scored(layer, batch, q, self.up, self.out))
         blocks = min(max(block // self.size, 1), self.pages)
@@ -352,7 +347,9 @@ class Read:
         self.at = np.minimum((self.held - self.again)[:, None] + np.arange(WINDOW), max(ROWS) - 1)
         self.hidden = np.take_along_axis(np.asarray(hidden), self.at[..., None], axis=1)
         self.looks = jax.jit(
-            lambda tokens, batch, pool: self.model(tokens, batch, pool, watch=functools.partial(scored_at_once, Weights()))
+            lambda tokens, batch, pool: self.model(
+                tokens, batch, pool, watch=functools.partial(attention_scores.scores, Weights())
+            )
         )
 
     def once_more(self, table: Any, pool: Pool) -> tuple[np.ndarray, Pool, dict[str, list[jax.Array]]]:
