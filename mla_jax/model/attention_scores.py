@@ -45,7 +45,7 @@ def scores(
 
 def met_queries(
     q: Any, held: StepCache, up: Any, out: Array, scale: float
-) -> tuple[Float[Array, "B T N H"], ...]:
+) -> tuple[Float[Array, "B T N _"], ...]:
     """The queries as they meet the cached keys: a layer's weights are needed no more then, but for the worth of tokens."""
     over_heads = "k" in _layer(held).pool
     return (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
@@ -53,7 +53,7 @@ def met_queries(
 
 def scores_for(
     policy: EvictionPolicy,
-    queries: tuple[Float[Array, "B T N H"], ...],
+    queries: tuple[Float[Array, "B T N _"], ...],
     held: StepCache,
     scale: float,
     worth: Callable[[Cached], Array] | None = None,
