@@ -13,8 +13,8 @@ from mla_jax import Transformer
 from mla_jax.cache import evict
 from mla_jax.cache.evict import BUDGET_RULES
 from mla_jax.model import rope
-from mla_jax.model.kernels import rms_norm
 from mla_jax.model.moe import BACKENDS, ExpertPlan, MoE
+from mla_jax.model.ops import rms_norm
 
 CHUNK = 256  # queries at a time
 SINKS, RECENT = 4, 16  # tokens that always stay

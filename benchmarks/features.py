@@ -4,9 +4,9 @@
     python benchmarks/features.py --dtype float32 --only "draft mtp" "draft lookup"
     python benchmarks/features.py --small          (fewer and shorter prompts)
 
-Each feature runs in a process of its own, JOBS at a time. Prompts are pieces of this project's own code, short and long, in one
-call, and then once more, when the prefix index knows them. Numbers of bfloat16 depend on the size of a batch, so greedy tokens
-may part at a near tie; with float32 they are the same where a feature is exact."""
+Each feature runs in a process of its own, `--jobs` at a time. Prompts are pieces of this project's own code, short and long, in
+one call, and then once more, when the prefix index knows them. Numbers of bfloat16 depend on the size of a batch, so greedy
+tokens may part at a near tie; with float32 they are the same where a feature is exact."""
 
 import json
 import os
@@ -79,6 +79,8 @@ def measured(name: str, dtype: str | None, sizes: tuple) -> dict:
 def in_a_process(name: str, options: list[str]) -> dict:
     command = [sys.executable, __file__, "--feature", name, *options]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if "float32" in options:  # for equal tokens, not for speed: no matmul is tuned
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"failed": done.stderr[-2000:]}
@@ -113,6 +115,7 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FEATURES, default=list(FEATURES))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--jobs", type=int, default=JOBS, help="processes at a time")
     parser.add_argument("--small", action="store_true", help="fewer and shorter prompts")
     parser.add_argument("--feature", choices=FEATURES, help="measure this one, in this process")
     options = parser.parse_args()
@@ -122,9 +125,13 @@ def main() -> None:
         return
     passed_on = ["--small"] * options.small + (["--dtype", options.dtype] if options.dtype else [])
     names = list(dict.fromkeys([FIRST, *options.only]))
-    with ThreadPoolExecutor(JOBS) as pool:
-        found = dict(zip(names, pool.map(lambda name: in_a_process(name, passed_on), names), strict=True))
-    rows = [beside(found[name], found[FIRST], name) for name in names]
+    rows, plain = [], {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        measuring = pool.map(lambda name: in_a_process(name, passed_on), names)
+        for name, found in zip(names, measuring, strict=True):
+            plain = plain or found
+            rows.append(beside(found, plain, name))
+            print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="features", dtype=options.dtype, small=options.small)
 
 

@@ -12,6 +12,7 @@ step with one page cached; it includes the choice of pages. The floor is the byt
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ class Way(NamedTuple):
     caches: str  # "latents" or "heads"
     keeps: bool = False  # a part by eviction
     chooses: bool = False  # a part for each token
+    kv_cache: str = "auto"  # the format of latents
 
 
 WAYS = {
@@ -66,7 +68,9 @@ class Steps:
     def __init__(self, model: Any, way: Way, scale: Scale):
         retrieval = Retrieval(RETRIEVAL_POLICIES["quest"], max(scale.held) // SHARE) if way.chooses else None
         attention = "naive" if way.caches == "heads" else "auto"
-        model.dispatch = Dispatch(attention, retrieval=retrieval, device=report.device())
+        model.dispatch = Dispatch(
+            attention, kv_cache=way.kv_cache, retrieval=retrieval, device=report.device()
+        )
         self.model, self.way, self.rng = model, way, np.random.default_rng(0)
         evicts = Selection(EVICTION_POLICIES["snapkv"]) if way.keeps else None
         self.programs = Programs(model, evicts=evicts)
@@ -79,9 +83,9 @@ class Steps:
         """Pages of a row's table."""
         return -(-(self.read(held) + STEPS * (DISPATCHES + 1)) // PAGE) + 1
 
-    def start(self, rows: int, held: int) -> None:
+    def start(self, rows: int, held: int) -> Future:
         """Begins to compile."""
-        self.programs.start(self.pool, self.rows, ProgramShape("run", self.width(held), rows))
+        return self.programs.start(self.pool, self.rows, ProgramShape("run", self.width(held), rows))
 
     def seconds(self, rows: int, width: int, held: int) -> float:
         """Of a step of `rows` rows that hold `held` tokens each, by the program for this width."""

@@ -27,7 +27,6 @@ OPS = (
     "moe_decode",
     "ragged_dot",
     "quantized_matmul",
-    "rms_norm",
     "rope_append",
     "router",
 )

@@ -123,6 +123,9 @@ def _parts(format: str, shape: tuple[int, ...], seed: int) -> tuple[jax.Array, .
     """Random bytes of the format; a stack's matrices come one after the other."""
     if len(shape) == 3:
         return jax.lax.map(functools.partial(_parts, format, shape[1:]), seed * 1000 + jnp.arange(shape[0]))
+    if format == BY_COLUMN:
+        codes, scales = packed.random_parts("fp8_row", shape[::-1], seed)
+        return codes.T, scales
     kind = format.removesuffix(REORDERED)
     w = QTensor(kind, packed.random_parts(kind, shape, seed), shape)
     return (w if kind == format else qtensor.reorder(w)).parts

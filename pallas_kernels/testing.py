@@ -486,34 +486,6 @@ def router_error(got, wanted, inputs: dict) -> float:
     return error(got[1][some], wanted[1][some]) if same else np.inf
 
 
-class RmsNormCase(NamedTuple):
-    name: str
-    rows: int
-    width: int
-    size: float = 1.0
-    adds: bool = True  # a second row
-
-
-RMS_NORM = [
-    RmsNormCase("V2-Lite", 1, 2048),
-    RmsNormCase("V3", 1, 7168),
-    RmsNormCase("narrow", 1, 128),
-    RmsNormCase("an odd number of lines", 1, 640, size=1e-3),
-    RmsNormCase("zeros", 1, 256, size=0.0),
-    RmsNormCase("V3's queries", 1, 1536, adds=False),
-]
-
-
-def rms_norm_inputs(case: RmsNormCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random inputs; two summands differ in size."""
-    rng = np.random.default_rng(seed)
-    names = ("x", "y") if case.adds else ("x",)
-    rows = rng.standard_normal((len(names), case.rows, case.width)) * case.size
-    arrays = {name: 3**i * row for i, (name, row) in enumerate(zip(names, rows, strict=True))}
-    arrays["weight"] = rng.standard_normal(case.width)
-    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()}
-
-
 class HeadsDecodeCase(NamedTuple):
     name: str
     lens: tuple[tuple[int, ...], ...]  # of each head (or of all), of each row

@@ -10,9 +10,9 @@ from flax import nnx
 
 from mla_jax import Transformer
 from mla_jax.model import rope
-from mla_jax.model.kernels import rms_norm
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, MoE
+from mla_jax.model.ops import rms_norm
 
 
 def hidden_states(

@@ -5,6 +5,7 @@ A call waits for its program. `start` has it traced and compiled in a thread: wh
 import contextlib
 import contextvars
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -85,6 +86,13 @@ class Call(NamedTuple):
     sent: list[jax.Array | np.ndarray]  # from the host
 
 
+class Started(NamedTuple):
+    """A program that is being traced and compiled, or read from where it is stored."""
+
+    traced: threading.Event  # or read
+    built: Future[Built]
+
+
 class Program:
     """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
 
@@ -107,12 +115,12 @@ class Program:
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
         self.donated, self.static = donated, static
         self.compiler_options = (compiler_options or {}) | self.spread.compiler_options
-        self._built: dict[ProgramKey, Future[Built]] = {}
+        self._started: dict[ProgramKey, Started] = {}
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
         call = self._call(args)
-        future = self._built.get(call.key) or self._start(call)
+        future = self._begun(call).built
         if not future.done():
             with self.shared.waits.record():
                 wait([future])
@@ -128,18 +136,24 @@ class Program:
 
     def start(self, *args: Any) -> Future[Built]:
         """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
-        call = self._call(args)
-        return self._built.get(call.key) or self._start(call)
+        return self._begun(self._call(args)).built
+
+    def trace(self, *args: Any) -> Future[Built]:
+        """As `start`, but returns once the program is traced: that is Python's work, and holds up what Python does beside it."""
+        started = self._begun(self._call(args))
+        started.traced.wait()
+        return started.built
 
     @property
     def count(self) -> int:
         """Programs that are compiled, or about to be."""
-        return len(self._built)
+        return len(self._started)
 
     @property
     def temporaries(self) -> int:
         """The most bytes that one of them takes besides its arguments, of those that are compiled."""
-        there = [one.result() for one in list(self._built.values()) if one.done() and not one.exception()]
+        builds = [started.built for started in list(self._started.values())]
+        there = [one.result() for one in builds if one.done() and not one.exception()]
         return max((built.temporaries for built in there), default=0)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
@@ -161,25 +175,31 @@ class Program:
         leaf = np.asarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
-    def _start(self, call: Call) -> Future[Built]:
-        """Begins to load the program where it is stored, or else to trace and compile it, in a thread."""
+    def _begun(self, call: Call) -> Started:
+        """Begins to load the program where it is stored, or else to trace and compile it, in a thread, unless that is begun."""
         key = call.key
+        if started := self._started.get(key):
+            return started
         # Shapes alone: the arrays may be donated to another program meanwhile
         shapes = Call(
             key, [_shape_of(array) for array in call.donated], [self._for_one(leaf) for leaf in call.sent]
         )
-        future = self.shared.pool.submit(contextvars.copy_context().run, self._build, shapes)
-        self._built[key] = future
-        future.add_done_callback(lambda done: self._built.pop(key, None) if done.exception() else None)
-        return future
+        traced = threading.Event()
+        future = self.shared.pool.submit(contextvars.copy_context().run, self._build, shapes, traced)
+        self._started[key] = started = Started(traced, future)
+        future.add_done_callback(lambda done: self._started.pop(key, None) if done.exception() else None)
+        return started
 
-    def _build(self, call: Call) -> Built:
+    def _build(self, call: Call, traced: threading.Event) -> Built:
         store = self.shared.store
         name = None if store is None else self._file(call.key, store)
-        if store is not None and name is not None and store.has(name) and (found := store.load(name)):
-            return found
-        in_context = contextvars.copy_context().run
-        lowered, structure = self.shared.tracer.submit(in_context, self._lower, call).result()
+        try:
+            if store is not None and name is not None and store.has(name) and (found := store.load(name)):
+                return found
+            in_context = contextvars.copy_context().run
+            lowered, structure = self.shared.tracer.submit(in_context, self._lower, call).result()
+        finally:
+            traced.set()
         if store is None or name is None:
             return Built.of(lowered, structure)
         return store.compile(lowered, structure, name)

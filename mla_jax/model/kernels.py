@@ -332,24 +332,6 @@ def router(
     return kernel.router(logits, bias, some, rule=kernel.Rule(**rule))
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Divides by the root mean square, in float32, as the released models do."""
-    from pallas_kernels import rms_norm as kernel
-
-    return kernel.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=eps)[1].reshape(x.shape)
-
-
-def add_rms_norm(
-    x: Float[Array, "*B D"], y: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
-) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """`x + y`, and its norm."""
-    from pallas_kernels import rms_norm as kernel
-
-    rows = [a.reshape(-1, a.shape[-1]) for a in (x, y)]
-    total, normed = kernel.rms_norm(rows[0], weight, rows[1], eps=eps)
-    return total.reshape(x.shape), normed.reshape(x.shape)
-
-
 def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     """Where the k largest numbers of each row are, of equals the first before the next."""
     from pallas_kernels import router as kernel

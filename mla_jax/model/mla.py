@@ -25,8 +25,8 @@ from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, HeldTokens, StepCache
 from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
 from mla_jax.model.indexer import Indexer, Picks
-from mla_jax.model.kernels import contracted, linear, rms_norm
-from mla_jax.model.ops import norm_weight, parameter, plain
+from mla_jax.model.kernels import contracted, linear
+from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
 
 if TYPE_CHECKING:
     from mla_jax.model.dispatch import Choosing, Selection

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache.paged import Layer
-from mla_jax.model.kernels import linear, rms_norm
-from mla_jax.model.ops import norm_weight, parameter
+from mla_jax.model.kernels import linear
+from mla_jax.model.ops import norm_weight, parameter, rms_norm
 
 
 class MTP(nnx.Module):

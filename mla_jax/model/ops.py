@@ -82,6 +82,13 @@ def take(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None) -
     return dequantize(QTensor(w.format, parts, indices.shape + w.shape[1:]), dtype or jnp.float32)
 
 
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Divides by the root mean square, in float32, as the released models do."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return weight * y.astype(x.dtype)
+
+
 def masked_exp(
     scores: Float[Array, "*B S"], mask: jax.Array
 ) -> tuple[Float[Array, "*B 1"], Float[Array, "*B S"], Float[Array, "*B 1"]]:

@@ -23,6 +23,7 @@ SMALL = {
     "first_answer.py": ["--formats", "bf16"],
     "forms.py": [],
     "grammars.py": [],
+    "k2_experts.py": ["--rows", "1", "3"],
     "kept_steps.py": [],
     "host_pages.py": [],
     "loads.py": [],
@@ -33,6 +34,7 @@ SMALL = {
     "prefill.py": [],
     "ruler.py": [],
     "soak.py": [],
+    "sparse_steps.py": [],
 }
 
 

@@ -18,9 +18,8 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.roofline import DEVICES
 from mla_jax.model import moe
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.kernels import rms_norm
 from mla_jax.model.moe import ExpertPlan, MoE, settle
-from mla_jax.model.ops import plain
+from mla_jax.model.ops import plain, rms_norm
 from mla_jax.offload import streaming
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import pack_experts

@@ -21,7 +21,6 @@ from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_sparse import gpu as sparse_gpu
 from pallas_kernels.moe_decode import gpu as few_gpu
 from pallas_kernels.ragged_dot import gpu as grouped_gpu
-from pallas_kernels.rms_norm import gpu as norm_gpu
 from pallas_kernels.rope_append import Latents, Tokens
 from pallas_kernels.rope_append import gpu as append_gpu
 from pallas_kernels.router import Rule
@@ -105,11 +104,6 @@ def route(n, X, bias, **rule):
     return call, (f32((n, X)), f32((X,)) if bias else None, jax.ShapeDtypeStruct((n,), jnp.bool))
 
 
-def norm(width, adds):
-    row = bf16((1, width))
-    return functools.partial(norm_gpu.rms_norm, eps=1e-6), (row, bf16((width,)), *[row] * adds)
-
-
 V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True}
 
 PROGRAMS = [
@@ -140,8 +134,6 @@ PROGRAMS = [
     (sparse, (128, 1, 128, 2048, 512, True)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
-    (norm, (1536, False)),
-    (norm, (7168, True)),
     (route, (1, 64, False), {"num_experts_per_tok": 6}),
     (route, (256, 160, False), {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}),
     (route, (64, 256, True), {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4} | V3),

@@ -10,7 +10,6 @@ from pallas_kernels import (
     mla_decode,
     mla_prefill,
     mla_sparse,
-    rms_norm,
     rope_append,
     router,
     testing,
@@ -24,8 +23,6 @@ from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_prefill import reference as prefill_reference
 from pallas_kernels.mla_sparse import gpu as sparse_gpu
 from pallas_kernels.mla_sparse import reference as sparse_reference
-from pallas_kernels.rms_norm import gpu as norm_gpu
-from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rope_append import gpu as append_gpu
 from pallas_kernels.rope_append import reference as append_reference
 from pallas_kernels.router import gpu as router_gpu
@@ -81,22 +78,11 @@ def route(case):
     print(json.dumps({"name": case.name, "error": error, "fallback": fallback}), flush=True)
 
 
-def norm(case):
-    inputs = testing.rms_norm_inputs(case) | {"eps": 1e-6}
-    wanted = norm_reference.rms_norm(**inputs)
-    fallback, kernel = (
-        [testing.error(*pair) for pair in zip(got, wanted, strict=True)]
-        for got in (rms_norm.rms_norm(**inputs, impl="xla"), norm_gpu.rms_norm(**inputs, interpret=interpret))
-    )
-    print(json.dumps({"name": case.name, "errors": kernel, "fallback": fallback}), flush=True)
-
-
 OPS = {
     "heads_decode": (heads, testing.HEADS_DECODE),
     "mla_decode": (decode, testing.MLA_DECODE),
     "mla_prefill": (prefill, testing.MLA_PREFILL),
     "mla_sparse": (sparse, testing.MLA_SPARSE),
-    "rms_norm": (norm, testing.RMS_NORM),
     "rope_append": (append, testing.ROPE_APPEND),
     "router": (route, testing.ROUTER),
 }

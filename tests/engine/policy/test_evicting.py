@@ -32,9 +32,10 @@ from mla_jax.engine.policy.evicted_pages import Evicted
 from mla_jax.engine.policy.evicting import Evicting, Eviction
 from mla_jax.model import rope
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.kernels import linear, rms_norm
+from mla_jax.model.kernels import linear
 from mla_jax.model.mla import heads
 from mla_jax.model.moe import settle
+from mla_jax.model.ops import rms_norm
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import load
 
