@@ -6,7 +6,8 @@
 
 Ways: `full` attention; `evict`, which drops tokens chunk by chunk while a prompt is read, with an eighth of the longest prompt as
 cache; `compress`, a context that is read once, and questions about it. Each way runs in a process of its own, once so that
-programs are compiled, and is then timed. The peak is the allocator's, of the whole process."""
+programs are compiled, and is then timed. The peak is the allocator's, of the whole process. Rows are printed and written as they
+are measured."""
 
 import json
 import subprocess
@@ -39,7 +40,7 @@ def measured(way: str, tokens: list[int], small: bool) -> Iterator[Row]:
     settings |= {"cache_tokens": longest // SHARE} if way == "evict" else {}
     scale = SMALL if small else FULL
     with random_llm(scale, config={"max_position_embeddings": 2 * longest}, **settings) as llm:
-        found = asked(llm, tokens) if way == "compress" else read(llm, tokens)
+        found = asked(llm, tokens) if way == "compress" else read(llm, tokens, way == "evict")
         for row in found:
             yield {
                 "way": way,
@@ -63,8 +64,11 @@ def first_and_last(llm: LLM, tokens: list[int], output: int, **given: Any) -> tu
     return first - start, time.perf_counter() - first
 
 
-def read(llm: LLM, tokens: list[int]) -> Iterator[Row]:
-    first_and_last(llm, prompt(min(tokens), 0), OUTPUT)
+def read(llm: LLM, tokens: list[int], evicts: bool) -> Iterator[Row]:
+    """The first row is of the prompt that compiles the programs. Rows that drop tokens have the same for longer ones."""
+    count = min(tokens) // SHARE if evicts else min(tokens)
+    first, _ = first_and_last(llm, prompt(count, 0), OUTPUT)
+    yield {"tokens": count, "first token with compiling, s": first}
     for count in tokens:
         first, rest = first_and_last(llm, prompt(count, count), OUTPUT)
         yield {
@@ -111,17 +115,27 @@ def main() -> None:
         return
     rows: list[Row] = []
     for way in options.ways:
-        command = [sys.executable, __file__, "--way", way, "--tokens", *map(str, tokens)] + [
-            "--small"
-        ] * options.small
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or []:
-                if line.startswith("{"):
-                    rows.append(json.loads(line))
-                    print(rows[-1], flush=True)
-        if process.returncode:
-            raise SystemExit(f"{way} ended with {process.returncode}")
+        for row in in_a_process(way, tokens, options.small):
+            rows.append(row)
+            print(row, flush=True)
+            if options.out is not None:
+                # Without the machine: until the end, the device is the measuring process's
+                options.out.write_text(json.dumps({"benchmark": "contexts", "rows": rows}, indent=1) + "\n")
     report.show(rows, options.out, benchmark="contexts", small=options.small)
+
+
+def in_a_process(way: str, tokens: list[int], small: bool) -> Iterator[Row]:
+    """The rows of one way, each as soon as it is measured."""
+    command = [sys.executable, __file__, "--way", way, "--tokens", *map(str, tokens)]
+    command += ["--small"] if small else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or []:
+            if line.startswith("{"):
+                yield json.loads(line)
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        raise SystemExit(f"{way} ended with {process.returncode}")
 
 
 if __name__ == "__main__":

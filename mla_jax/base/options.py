@@ -214,6 +214,25 @@ class RetrieveOptions(Checked):
     """Page selection policy: off, quest, infllm."""
     retrieve_tokens: int = option(4096, whole(FEWEST_RETRIEVED))
     """Tokens of context that a decode step attends to in each layer."""
+    retrieve_window: int | None = option(None, optional(whole(1)))
+    """InfLLM's local window, tokens: all before it are as far as its edge.
+
+    So a model meets no distance that it was not trained for. By default each token is at its own distance. It is computed without
+    kernels, which takes longer."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        window = self.retrieve_window
+        if window is None:
+            return
+        if self.retrieve != "infllm":
+            raise BadRequest("retrieve_window is InfLLM's", 'give retrieve="infllm" with it')
+        least = window + FEWEST_RETRIEVED
+        if self.retrieve_tokens < least:
+            raise BadRequest(
+                f"retrieve_tokens is {self.retrieve_tokens:,}, with a window of {window:,}",
+                f"the window and a few pages before it are always read: give at least {least:,}",
+            )
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,19 @@ def border(bits: UInt32[Array, "B W"], k: Int[Array, " B"], needed: Bool[Array, 
     return jax.lax.while_loop(is_unfinished, functools.partial(_with_next_digit, bits, k), start).bits
 
 
-def first(bits: UInt32[Array, "B W"], k: Int[Array, " B"]) -> Bool[Array, "B W"]:
-    """The k smallest of each row, of equal ones those at the smaller places; all, if there are no more."""
+def first(
+    bits: UInt32[Array, "B W"], k: Int[Array, " B"], then: UInt32[Array, "B W"] | None = None
+) -> Bool[Array, "B W"]:
+    """The k smallest of each row, of equal ones those whose `then` is smaller, then those at the smaller places; all, if there
+    are no more."""
     last = border(bits, k, k < bits.shape[1])[:, None]
     smaller, equal = bits < last, bits == last
     room = k - smaller.sum(1, dtype=jnp.int32)
-    return jnp.where(
-        (k < bits.shape[1])[:, None], smaller | (equal & (equal.cumsum(1) <= room[:, None])), True
-    )
+    if then is None:
+        taken = equal & (equal.cumsum(1) <= room[:, None])
+    else:
+        taken = equal & first(jnp.where(equal, then, np.uint32(0xFFFFFFFF)), room)
+    return jnp.where((k < bits.shape[1])[:, None], smaller | taken, True)
 
 
 class _Search(NamedTuple):

@@ -30,6 +30,7 @@ class Settings(TypedDict, total=False):
     evict_recent: int
     retrieve: str
     retrieve_tokens: int
+    retrieve_window: int | None
     memory_fraction: float | None
     batch: int
     max_rows: int | None

@@ -15,9 +15,12 @@ import dataclasses
 import functools
 from typing import ClassVar, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.base import radix
 
 LEAST = float(np.finfo(np.float32).min)  # the score of a token without a finite one; -inf is for empty slots
 
@@ -209,14 +212,17 @@ def shared(scores: Float[Array, "B M S"], stages: int = 1) -> Float[Array, "B {s
 
 
 class Ranked(NamedTuple):
-    """The ranked tokens of all layers and heads, of which a rule gives each its count."""
+    """The tokens of all layers and heads with their scores, of which a rule gives each its count."""
 
     score: Float[Array, "L B H S"]  # inf for what is forced, -inf for what is not held
     newer: Int[Array, "L B #H S"]  # of equal scores, the one with the larger number is better
-    rank: Int[Array, "L B H S"]  # 0 for the best
     held: Int[Array, "L B #H"]
     count: Int[Array, " B"]  # tokens each is to keep on average, at least 1
     forced: int
+
+    def best(self, count: Int[Array, "L B #H"]) -> Bool[Array, "L B H S"]:
+        """As many of the best of each layer and head."""
+        return highest(self.score, self.newer, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +284,7 @@ class AdaFloor(Budget):
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
         floors = jnp.minimum(_share(ranked.count, self.floor)[:, None], ranked.held)
-        score = jnp.where(ranked.rank < floors[..., None], jnp.inf, ranked.score)
+        score = jnp.where(ranked.best(floors), jnp.inf, ranked.score)
         return among_best(score, ranked.newer, jnp.broadcast_to(ranked.count, score.shape[:2]))
 
 
@@ -303,8 +309,8 @@ def among_best(
     if over_layers:
         score, newer, total = score.swapaxes(0, 2), newer.swapaxes(0, 2), total.sum(0, keepdims=True)
     flat = *score.shape[:2], -1
-    rank = _rank(score.reshape(flat), newer.reshape(flat)).reshape(score.shape)
-    counts = (rank < total[..., None, None]).sum(-1, dtype=jnp.int32)
+    taken = highest(score.reshape(flat), newer.reshape(flat), total).reshape(score.shape)
+    counts = taken.sum(-1, dtype=jnp.int32)
     return counts.swapaxes(0, 2) if over_layers else counts
 
 
@@ -355,16 +361,25 @@ def kept(
         return jnp.where(slot < end, score, -jnp.inf)
 
     score = ordered(stages[0], forced)
-    rank = _rank(score, newer)
-    counts = rule.counts(Ranked(score, newer, rank, held, count, sinks + window))
+    ranked = Ranked(score, newer, held, count, sinks + window)
+    counts = rule.counts(ranked)
     if first is not None:
-        rank = _rank(ordered(stages[1], forced | (rank < _share(counts, first)[..., None])), newer)
-    return (rank < counts[..., None]) & (slot < end)
+        score = ordered(stages[1], forced | ranked.best(_share(counts, first)))
+    return highest(score, newer, counts) & (slot < end)
 
 
-def _rank(score: Float[Array, "*H S"], newer: Int[Array, "*J S"]) -> Int[Array, "*H S"]:
-    order = jnp.lexsort((-jnp.broadcast_to(newer, score.shape), -score))
-    return jnp.argsort(order)
+def highest(
+    score: Float[Array, "*H S"], newer: Int[Array, "*J S"], count: Int[Array, "*K"]
+) -> Bool[Array, "*H S"]:
+    """The `count` highest, of equal ones those with a larger number in `newer`, then the first."""
+    size = score.shape[-1]
+    older = ~jax.lax.bitcast_convert_type(newer, jnp.uint32) ^ np.uint32(1 << 31)
+    rows = (
+        radix.descending(score).reshape(-1, size),
+        jnp.broadcast_to(count, score.shape[:-1]).ravel(),
+        jnp.broadcast_to(older, score.shape).reshape(-1, size),
+    )
+    return radix.first(*rows).reshape(score.shape)
 
 
 def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
@@ -375,4 +390,8 @@ def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
 
 def new_slots(kept: Bool[Array, "*H S"]) -> tuple[Int[Array, "*H S"], Int[Array, "*H"]]:
     """For each new slot the old slot of its token, in the same order, and the number of tokens. The dropped slots follow."""
-    return jnp.argsort(~kept), kept.sum(-1, dtype=jnp.int32)
+    count = kept.sum(-1, dtype=jnp.int32)
+    before = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - kept
+    old = jnp.broadcast_to(jnp.arange(kept.shape[-1], dtype=jnp.int32), kept.shape)
+    new = jnp.where(kept, before, count[..., None] + old - before)
+    return jnp.put_along_axis(jnp.zeros_like(old), new, old, axis=-1, inplace=False), count

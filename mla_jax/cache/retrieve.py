@@ -136,6 +136,11 @@ class Retrieval:
     tokens: int  # of context, in each layer; in whole pages
     dense: int = 2  # first layers that attend to everything, as in Quest's code
     recent: int = 2  # newest pages that are always read, with the one that is written
+    window: int | None = None  # farther back all tokens are at this distance; None: each at its own
+
+    def with_window(self, window: int, size: int) -> "Retrieval":
+        """With the pages of `size` tokens that hold the window always read, so that no page is left out within it."""
+        return dataclasses.replace(self, window=window, recent=max(self.recent, -(-window // size) + 1))
 
     def pages(self, size: int) -> int:
         """Pages of `size` tokens that a row attends to: more than those that are always read."""

@@ -15,16 +15,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import CONTEXT, DATA, TENSOR
-from mla_jax.base.batch import Tables
+from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import BUDGET_RULES, Budget, EvictionPolicy
 from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, newest
 from mla_jax.mesh import across
 from mla_jax.model import attention_scores
+from mla_jax.model.attention_scores import Watch
+from mla_jax.model.block_attention import StepCache
+from mla_jax.model.rope import softmax_scale
 from mla_jax.model.transformer import Transformer
 
 MOVED = 16  # pages that are moved at a time
+QUERIES = 256 << 20  # bytes of queries that are kept from all layers at most, to be scored behind the pass
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,11 @@ def observe(
     # Where tokens are there to ask for the others, no other queries count
     looking = jnp.where(ignored > 0, ignored, evicts.window)
     tokens, batch = newest(rows, at, page_table, evicts.window, looking)
-    _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
-    assert same is not None
-    found = (
-        aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
-    )
+    same, scores = _scores(model, pool, policy, tokens, batch)
     slots = page_table.pages.shape[-1] * _page_size(pool)
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
-    scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(
-        scores,
+        scores[..., :slots],
         held - ignored[:, None],
         count,
         evicts.budget,
@@ -94,6 +93,49 @@ def observe(
     # Nothing is moved for an index that is no row: its page table is not its own
     kept = jnp.where(at < rows.seen.shape[0], kept, 0)
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
+
+
+def _scores(
+    model: Transformer, pool: Pool, policy: EvictionPolicy, tokens: Int[Array, "B T"], batch: Batch
+) -> tuple[Pool, Float[Array, "L B M S"]]:
+    """The scores of all layers, from one more pass of these tokens; the pool is unchanged."""
+    behind = not policy.needs_worth and _bytes_of_queries(model, tokens.size) <= QUERIES
+    watch = attention_scores.met_queries if behind else functools.partial(attention_scores.scores, policy)
+    _, same, aux = model(tokens, batch, pool, watch=watch)
+    assert same is not None
+    if behind:
+        return same, _scores_behind(model, same, policy, batch, watch, aux["watched"])
+    return same, jnp.stack([_by_lane(model, policy, scores) for scores in aux["watched"]])
+
+
+def _scores_behind(
+    model: Transformer, pool: Pool, policy: EvictionPolicy, batch: Batch, watch: Watch, queries: list[Any]
+) -> Float[Array, "L B M S"]:
+    """The same behind the pass, in a loop over layers.
+
+    Written out for each, a GPU's compiler makes one kernel of the scores of all, and takes longer for it than for all else."""
+    plan, scale = model.dispatch.watching(model, batch, pool, watch), softmax_scale(model.config)
+
+    def of_layer(given: tuple[Array, tuple[Array, ...]]) -> Float[Array, "B M S"]:
+        number, queries = given
+        mine = plan.of_layer(number)
+        held = StepCache({}, model.layer_of(pool, number), mine.shared, mine.form.reads)
+        return _by_lane(model, policy, attention_scores.scores_for(policy, queries, held, scale))
+
+    layers = jnp.arange(len(queries), dtype=jnp.int32)
+    return jax.lax.map(of_layer, (layers, jax.tree.map(lambda *each: jnp.stack(each), *queries)))
+
+
+def _bytes_of_queries(model: Transformer, tokens: int) -> int:
+    """Of all layers, absorbed."""
+    config, heads = model.config, model.layers[0].attn.uk.shape[0]
+    each = heads * (config.kv_lora_rank + config.qk_rope_head_dim) * model.dtype.itemsize
+    return len(model.layers) * tokens * each
+
+
+def _by_lane(model: Transformer, policy: EvictionPolicy, scores: Float[Array, "B M S"]) -> Array:
+    """Those of each head where heads are cached, else one for all heads."""
+    return scores if model.lanes > 1 else _shared(scores, policy.stages)
 
 
 def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stages} S"]:

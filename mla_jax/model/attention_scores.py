@@ -4,6 +4,7 @@ are an eviction policy's scores of cached tokens, from the attention of the newe
 Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never in memory together: a first
 round over the blocks sums the exponentials, a second one scores."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mla_jax.model.fp8_up import plain_up, to_latent
 from mla_jax.model.page_selection import absorbed_queries
 
 # of (queries as forms take them, held, up, projection behind attention, scale)
-Watch = Callable[[tuple[Array, Array], StepCache, Any, Array, float], Array]
+Watch = Callable[[tuple[Array, Array], StepCache, Any, Array, float], Any]
 Number = Array | int  # of a block
 
 
@@ -38,18 +39,43 @@ def scores(
     """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
 
     `q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
-    watched = Watched.of(q, held, up, scale)
+    worth = functools.partial(_worth, up=up, out=out) if policy.needs_worth else None
+    return scores_for(policy, met_queries(q, held, up, out, scale), held, scale, worth)
+
+
+def met_queries(
+    q: Any, held: StepCache, up: Any, out: Array, scale: float
+) -> tuple[Float[Array, "B T N _"], ...]:
+    """The queries as they meet the cached keys: a layer's weights are needed no more then, but for the worth of tokens."""
+    over_heads = "k" in _layer(held).pool
+    return (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
+
+
+def scores_for(
+    policy: EvictionPolicy,
+    queries: tuple[Float[Array, "B T N _"], ...],
+    held: StepCache,
+    scale: float,
+    worth: Callable[[Cached], Array] | None = None,
+) -> Float[Array, "B M S"]:
+    """The same for these queries; `worth` is that of a block's tokens, for policies that want it."""
+    watched = Watched.of(queries, held, scale)
     total = watched.total()
     anchor = watched.anchor() if policy.needs_anchor else None
 
     def scored(i: Number) -> Float[Array, "B M S"]:
         cached = watched.cached(i)
         weights = jnp.exp(watched.scores(cached, i) - total)
-        worth = _worth(cached, up, out) if policy.needs_worth else None
-        return policy.of_block(Seen(weights, _keys(cached), anchor, worth, watched.slot(i), watched.lens))
+        of_block = None if worth is None else worth(cached)
+        return policy.of_block(Seen(weights, _keys(cached), anchor, of_block, watched.slot(i), watched.lens))
 
     found = paged.gathered_slots(watched.side_by_side(scored), watched.layer.size)
     return policy.finished(found, watched.lens)
+
+
+def _layer(held: StepCache) -> Layer:
+    assert held.layer is not None, "a policy scores what is cached"
+    return held.layer
 
 
 class Watched(NamedTuple):
@@ -62,11 +88,8 @@ class Watched(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Any, held: StepCache, up: Any, scale: float) -> "Watched":
-        assert held.layer is not None, "a policy scores what is cached"
-        over_heads = "k" in held.layer.pool
-        queries = (jnp.concatenate(q, -1),) if over_heads else (to_latent(q[0], up[0]), q[1])
-        return cls(held.layer, held.step, held.reads, queries, scale)
+    def of(cls, queries: tuple[Array, ...], held: StepCache, scale: float) -> "Watched":
+        return cls(_layer(held), held.step, held.reads, queries, scale)
 
     @property
     def slots(self) -> int:

@@ -19,7 +19,8 @@ from mla_jax.mesh import across
 from mla_jax.model.ops import masked_exp
 
 Cached = dict[str, Array]  # `{name: [B S ..]}`
-OfBlock = Callable[[Cached], tuple[Float[Array, "B T N S"], Float[Array, "B S ..."]]]
+Scored = tuple[Float[Array, "B T N S"], Float[Array, "B S ..."]]
+OfBlock = Callable[[Cached], Scored]
 
 
 class Blocks(NamedTuple):
@@ -45,6 +46,15 @@ class Blocks(NamedTuple):
             found = seen(self.rows, self.pages.start)[:, :, None]
         return found & self.mask[:, :, None, None]
 
+    def index_of(self, first: Array | int, slots: int) -> Int[Array, "#B S"]:
+        """The place of each slot of a block in the row that has it."""
+        slot = first + jnp.arange(slots)
+        if self.rows.row is None:
+            return slot[None]
+        start = self.pages.start * self.size  # ascending; a row without pages begins where the next one does
+        row = jnp.searchsorted(start, slot, side="right", method="compare_all") - 1
+        return (slot - start[row])[None]
+
 
 class StepCache(NamedTuple):
     """`new` is what the form remembers of the step's own tokens. With a cache they are in `layer` already."""
@@ -56,14 +66,18 @@ class StepCache(NamedTuple):
 
     def attend(self, of_block: OfBlock) -> Float[Array, "B T N V"]:
         """The softmax of all scores times all values, `of_block(block)` being a block's; values are per head, or shared."""
+        return self.attend_by_slot(lambda cached, first: of_block(cached))
+
+    def attend_by_slot(self, of_block: Callable[[Cached, Array | int], Scored]) -> Float[Array, "B T N V"]:
+        """The same where a block's scores depend on the number of its first slot as well."""
         if self.layer is None:
-            return _finish(*_scored(of_block, self.reads(self.new), self.step)[1:])
+            return _finish(*_scored(of_block(self.reads(self.new), 0), self.step)[1:])
         layer, pages, count = self.layer, self.step.pages, self.step.count
 
         def block(i: Array | int) -> tuple[Array, Array, Array]:
             cached = self.reads(paged.read(layer, pages, i * count, count))
             seen = self.step.visible(i * count * layer.size, count * layer.size)
-            return _scored(of_block, cached, seen, self.step.rows.row is not None)
+            return _scored(of_block(cached, i * count * layer.size), seen, self.step.rows.row is not None)
 
         if pages.table.shape[-1] == count:
             return _finish(*_joined(block(0))[1:])
@@ -92,7 +106,7 @@ class ChosenTokens(NamedTuple):
         """The softmax of all scores times all values."""
         cached = self.reads(paged.read_slots(self.layer, self.slots, self.counts))
         seen = jnp.arange(self.slots.shape[1]) < self.counts[:, None]
-        return _finish(*_scored(of_block, cached, seen[:, None, None])[1:])
+        return _finish(*_scored(of_block(cached), seen[:, None, None])[1:])
 
 
 class RecordedStep(NamedTuple):
@@ -133,9 +147,9 @@ def finite(values: Array) -> Array:
     return jnp.where(jnp.isfinite(values), values, 0)
 
 
-def _scored(of_block: OfBlock, cached: Cached, mask: Array, line: bool = False) -> tuple[Array, Array, Array]:
+def _scored(found: Scored, mask: Array, line: bool = False) -> tuple[Array, Array, Array]:
     """The largest score of a block's queries `[B T N 1]`, and sums relative to it: of weights, and of weighted values."""
-    scores, values = of_block(cached)
+    scores, values = found
     values = finite(values) if line else values
     top, weights, total = masked_exp(scores, mask)
     mix = "btns,bsnv->btnv" if values.ndim == 4 else "btns,bsv->btnv"

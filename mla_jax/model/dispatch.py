@@ -5,6 +5,7 @@ traced; `explain()`, the memory plan and the benchmarks ask the same object. Whe
 from shapes that are written a second time: the function that will run is traced on shapes, and its kernels answer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -23,6 +24,7 @@ from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
 from mla_jax.model import (
+    far_positions,
     fp8_index,
     fp8_latent,
     kernels,
@@ -125,7 +127,7 @@ class Dispatch:
     def _plan(self, model: "Transformer", batch: AnyBatch, attention: AttentionPlan) -> StepPlan:
         experts, turns = (
             self._expert_plan(model, *batch.positions.shape),
-            rope.turns(batch.positions, model.config),
+            (rope.turns if self.window is None else rope.unturned)(batch.positions, model.config),
         )
         form, prepare, retrieving, choosing = attention
         differ = batch.tables is not None
@@ -135,6 +137,8 @@ class Dispatch:
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
+        if self.window is not None:
+            form = far_positions.windowed(form, self.window, model.config)
         slots = self.block_slots(model, name, *batch.positions.shape)
 
         def prepare(batch: Batch) -> Any:
@@ -144,8 +148,20 @@ class Dispatch:
             return AttentionPlan(form, prepare, choosing=choosing)
         if pool is None or self.retrieval is None:
             return AttentionPlan(form, prepare)
-        retrieving = page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
+        size, turned = paged.page_size(pool), functools.partial(self._turned_to_pages, model.config)
+        retrieving = page_selection.of_step(self.retrieval, batch, size, prepare, turned)
         return AttentionPlan(form, prepare, retrieving)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens behind which all are at one distance; None: each is at its own."""
+        return None if self.retrieval is None else self.retrieval.window
+
+    def _turned_to_pages(self, config: Config, q_pe: jax.Array) -> jax.Array:
+        """Rotary queries as they meet the keys of pages that they choose among."""
+        if self.window is None:
+            return q_pe
+        return far_positions.turned(q_pe, jnp.full(q_pe.shape[:2], self.window), config)
 
     def _mixed(self, model: "Transformer", batch: MixedBatch, pool: Pool) -> AttentionPlan:
         """Each kind of tokens as in a batch of its own."""
@@ -235,6 +251,8 @@ class Dispatch:
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
         if roofline.chooses(model.config, attended):
             return (self._form_of_chosen(model, rows, new, attended),)
+        if self.window is not None:
+            return ("move_elided",)
         if self.caches_heads and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
             return ("kernel_naive" if has_kernel else "naive",)

@@ -184,7 +184,7 @@ class MLA(nnx.Module):
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
-    ) -> tuple[Float[Array, "B T D"], Array]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
         q = self.turned(rope.grown(self.queries(x), turns), turns)
         held = StepCache({}, layer, step, form.reads)

@@ -61,6 +61,7 @@ class PageSelection(NamedTuple):
     written: Written
     pages: int | None  # that a row attends to; None: all
     prepare: Callable[[Batch], Any]  # makes what a form needs for a batch
+    turned: Callable[[Array], Array]  # rotary queries, as they meet the cached keys of pages
 
     def noted(self, layer: Layer, q: tuple[Array, Array], up: Up, reads: Callable) -> Layer:
         """With what the policy notes of the written pages. `reads` is the form's."""
@@ -93,7 +94,8 @@ class PageSelection(NamedTuple):
             return attends(q, held, up, scale)
         with jax.named_scope("retrieve"):
             assert held.layer is not None
-            step = self.prepare(self._chosen(held.layer, absorbed_queries(q, up), self.pages, scale))
+            asking = absorbed_queries((q[0], self.turned(q[1])), up)
+            step = self.prepare(self._chosen(held.layer, asking, self.pages, scale))
         rows, tokens = q[0].shape[:2]
         q, new = jax.tree.map(lambda x: x.reshape(rows * tokens, 1, *x.shape[2:]), (q, held.new))
         out = attends(q, held._replace(new=new, step=step), up, scale)
@@ -143,14 +145,19 @@ class PageSelection(NamedTuple):
         return jax.vmap(of_row)(given) if rows <= block else jax.lax.map(of_row, given, batch_size=block)
 
 
-def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> PageSelection:
+def of_step(
+    retrieval: Retrieval,
+    batch: Batch,
+    size: int,
+    prepare: Callable[[Batch], Any],
+    turned: Callable[[Array], Array] = lambda q_pe: q_pe,
+) -> PageSelection:
     """A token that is decoded chooses pages, and so do drafts behind it, where a row may have more than are read; a prompt's
     tokens attend to everything."""
     pages = retrieval.pages(size)
     decodes = batch.row is None and batch.mask.shape[1] <= 1 + MOST_DRAFTS and batch.width > pages
-    return PageSelection(
-        retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare
-    )
+    pages = pages if decodes else None
+    return PageSelection(retrieval, batch, written(paged.rows_of(batch, size), size), pages, prepare, turned)
 
 
 def absorbed_queries(q: tuple[Array, Array], up: Up) -> Float[Array, "B T N L"]:

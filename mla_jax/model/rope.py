@@ -74,9 +74,20 @@ class Turns(NamedTuple):
 
 
 def turns(positions: Int[Array, "B T"], config: Config) -> Turns:
-    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    cos, sin, _ = angles(positions, config)
     factor = amplitude(config.rope_scaling)
-    return Turns(jnp.cos(angle) * factor, jnp.sin(angle) * factor, growth(positions, config.rope_scaling))
+    return Turns(cos * factor, sin * factor, growth(positions, config.rope_scaling))
+
+
+def angles(positions: Int[Array, "B T"], config: Config) -> Turns:
+    """The turns alone: of length 1, nothing grows."""
+    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    return Turns(jnp.cos(angle), jnp.sin(angle))
+
+
+def unturned(positions: Int[Array, "B T"], config: Config) -> Turns:
+    """All that `turns` has but the angles, for a form that turns by itself."""
+    return turns(0 * positions, config)._replace(growth=growth(positions, config.rope_scaling))
 
 
 def growth(positions: Int[Array, "B T"], rope: RopeScaling | None) -> Float[Array, "B T"] | None:

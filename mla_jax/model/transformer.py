@@ -139,7 +139,7 @@ class Transformer(nnx.Module):
         collect: bool = False,
         watch: Watch | None = None,
         capture: Capture | None = None,
-    ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
+    ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Any]]]:
         """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a pool the tokens attend to each other alone, as in training. With a `watch` they are in the pool already, which

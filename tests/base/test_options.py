@@ -111,6 +111,7 @@ WRONG = {  # of the options of a model
     "evict_recent": [0, 4097, 1.0, "4", None, True],
     "retrieve": ["", "Quest", "page", None, 4, True],
     "retrieve_tokens": [0, 255, -1, 4096.0, "4096", None, True],
+    "retrieve_window": [0, -1, 64.0, "64", True],
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "max_rows": [0, 1025, -1, 1.0, "4", True],
@@ -317,6 +318,16 @@ def test_evict_stands_for_its_settings():
 def test_what_evict_cannot_be_is_refused(make, found):
     with pytest.raises(BadRequest, match=found):
         make()
+
+
+def test_a_window_is_of_infllm_and_leaves_room_for_pages_before_it():
+    given = {"retrieve": "infllm", "retrieve_window": 1000}
+    assert Options.of(**given, retrieve_tokens=1256).retrieval.retrieve_window == 1000
+    with pytest.raises(BadRequest, match=r"retrieve_tokens is 1,255.*\n.*at least 1,256"):
+        Options.of(**given, retrieve_tokens=1255)
+    for other in ("quest", "off"):
+        with pytest.raises(BadRequest, match="retrieve_window is InfLLM's"):
+            Options.of(**given | {"retrieve": other})
 
 
 def test_a_device_that_is_not_here_needs_sizes_of_a_mesh_or_is_alone():

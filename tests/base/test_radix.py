@@ -29,6 +29,17 @@ def test_the_largest_come_first_and_of_equal_ones_the_earlier(seed, width, ties)
         assert np.flatnonzero(found).tolist() == sorted(order.tolist())
 
 
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), width=st.integers(1, 40))
+def test_of_equal_ones_a_second_number_may_decide(seed, width):
+    rng = np.random.default_rng(seed)
+    x, then = rng.choice(FEW, (4, width)), rng.integers(0, 6, (4, width)).astype(np.uint32)
+    k = rng.integers(0, width + 3, 4)
+    taken = jax.jit(radix.first)(radix.descending(jnp.asarray(x)), jnp.asarray(k, jnp.int32), jnp.asarray(then))
+    for row, second, count, found in zip(x, then, k, np.asarray(taken), strict=True):
+        assert np.flatnonzero(found).tolist() == sorted(np.lexsort((second, -row))[:count].tolist())
+
+
 @pytest.mark.parametrize("count", [1, 77, 4095])
 def test_of_many_numbers_as_many_as_asked_are_taken(count):
     x = np.random.default_rng(0).normal(size=(3, 4096)).astype(np.float32)

@@ -311,7 +311,7 @@ def test_kvpress_keeps_the_same_tokens(press, count):
 def test_a_pyramid_is_that_of_kvpress(held, count, window, expected):
     """As PyramidKVPress.get_layer_budget says."""
     nothing = jnp.zeros((4, 1, 1, 1))
-    ranked = evict.Ranked(nothing, nothing, nothing, jnp.full((4, 1, 1), held), jnp.array([count]), window)
+    ranked = evict.Ranked(nothing, nothing, jnp.full((4, 1, 1), held), jnp.array([count]), window)
     assert Pyramid().counts(ranked)[:, 0, 0].tolist() == expected
 
 

@@ -114,12 +114,20 @@ class CachePolicy:
             row[: len(pages)] = pages
         return table
 
+    def most_pages(self, request: Request) -> int:
+        """Pages that a request's row reads at most, as far as is known before it runs."""
+        return -(-(len(request.prompt) + request.limit) // PAGE)
+
     def attended(self, held: int) -> int:
         """Tokens that a decode step reads of the `held` ones of a row, on average over layers."""
         return held
 
     def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
         """The further programs that rows need, with page tables of these widths."""
+        return []
+
+    def programs_of(self, request: Request) -> list[ProgramShape]:
+        """Those of them that a request's row needs."""
         return []
 
     def pauses_at(self, job: Job) -> int | None:

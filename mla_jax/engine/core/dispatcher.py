@@ -138,6 +138,13 @@ class Dispatcher:
         fitting = [shape for shape in ready if shape.rows >= wanted.rows and shape.width >= wanted.width]
         return min(fitting, default=None, key=lambda shape: (shape.rows, shape.width))
 
+    def taken(self, wanted: ProgramShape) -> ProgramShape:
+        """The program to take for the wanted one; it is compiled if there is none."""
+        found = self.ready_for(wanted)
+        if found is None:
+            self.compile([wanted])
+        return found or wanted
+
     def begun(self, name: str, rows: int, width: int) -> list[ProgramShape]:
         """Programs of this name, for as many rows and pages or more, that are there or are being compiled."""
         begun = [shape for shape in self._started if not self._is_new(shape)]

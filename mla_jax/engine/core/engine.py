@@ -63,7 +63,7 @@ class Engine:
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
         self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
-        self.choice = ProgramChoice(self.device, self.drafting, self.policy.programs_between)
+        self.choice = ProgramChoice(self.device, self.drafting, self.policy)
         self.guiding = Guiding(self.choice, self.policy, grammars)
         self._compiles_ahead = compiles_ahead
         self._serial = 0
@@ -342,7 +342,7 @@ class Engine:
         mine = by_shard(decode, len(self.shards))
         pages = [self.policy.pages_with(job, job.read + len(piece)) for job, piece in pieces.items()]
         pages += [self.policy.pages_of(job) for job in decode]
-        shape = self.choice.taken(self.choice.mixed(line, max(map(len, mine)), max(pages)))
+        shape = self.device.taken(self.choice.mixed(line, max(map(len, mine)), max(pages)))
         found = self.device.mixed_step(pieces, mine, shape)
         self._note_prefilled(pieces)
         if decode:
@@ -376,7 +376,7 @@ class Engine:
             return
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
-        shape = self.choice.taken(self.choice.scoring(_pages(job.read + len(piece))))
+        shape = self.device.taken(self.choice.scoring(_pages(job.read + len(piece))))
         found = self.device.score(job, piece, shape, following)
         self._note_prefilled({job: piece})
         self._flying.send_scores(job, found, following)
@@ -413,7 +413,7 @@ class Engine:
         mine = by_shard(jobs, len(self.shards))
         programs = self.choice.decoding(max(map(len, mine)), max(map(self.policy.pages_of, jobs)))
         drafts = self.choice.drafts(jobs, programs[-1], steps)
-        shape = self.choice.taken(programs[-1] if drafts else programs[0])
+        shape = self.device.taken(programs[-1] if drafts else programs[0])
         self._sent(mine, shape.rows, self.device.decode(mine, shape, steps, drafts), drafts)
 
     def _processed_steps(self, jobs: list[Job], steps: int) -> None:

@@ -4,11 +4,12 @@ Each is compiled for a number of rows, a width of page tables and a line's token
 that starts waits for its own. Where programs are compiled ahead, those who run go on with what is there meanwhile."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mla_jax.cache.paged import COPIED, PAGE
+from mla_jax.cache.paged import COPIED
 from mla_jax.decode.loop import ProgramShape
 from mla_jax.decode.rows import ADMITTED
+from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.job import Job
@@ -19,13 +20,11 @@ SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch compute
 
 
 class ProgramChoice:
-    """Of the programs of a device. `drafting` says for how many rows drafts may pay; `between(widths)` are the programs that rows
-    need between dispatches, for page tables of these widths."""
+    """Of the programs of a device. `drafting` says for how many rows drafts may pay, `policy` how many pages a row reads, and the
+    programs that rows need between dispatches."""
 
-    def __init__(
-        self, device: Dispatcher, drafting: Drafting, between: Callable[[Sequence[int]], list[ProgramShape]]
-    ):
-        self.device, self.size, self.drafting, self._between = device, device.size, drafting, between
+    def __init__(self, device: Dispatcher, drafting: Drafting, policy: CachePolicy):
+        self.device, self.size, self.drafting, self._policy = device, device.size, drafting, policy
 
     def decoding(self, rows: int, pages: int) -> list[ProgramShape]:
         """For this number of rows of a shard and of pages of a row: without drafts, and with drafts if they may pay."""
@@ -56,7 +55,7 @@ class ProgramChoice:
         wide = [shape for shape in ready if shape.width >= wanted.width]
         if self.device.ready_for(wanted) is None and wide:
             return max(wide, key=lambda shape: shape.rows)
-        return self.taken(wanted)
+        return self.device.taken(wanted)
 
     def mixed(self, line: int, rows: int, pages: int) -> ProgramShape:
         """It reads a line while this number of rows of a shard decodes."""
@@ -68,16 +67,9 @@ class ProgramChoice:
         width, pieces = self.size.width_for(pages), self.size.pieces
         return ProgramShape("prefill", width, line=SCORED, pieces=pieces, scores=True)
 
-    def taken(self, wanted: ProgramShape) -> ProgramShape:
-        """The program to take; it is compiled if there is none."""
-        found = self.device.ready_for(wanted)
-        if found is None:
-            self.device.compile([wanted])
-        return found or wanted
-
     def every(self, grammars: bool = False) -> list[ProgramShape]:
         """All that any request may need; without `grammars`, any request that has none."""
-        size, shapes = self.size, [*self._always(), *self._between(self.size.widths)]
+        size, shapes = self.size, [*self._always(), *self._policy.programs_between(self.size.widths)]
         for width in size.widths:
             for rows in size.row_counts:
                 shapes += self.decoding(rows, width)
@@ -149,14 +141,14 @@ class ProgramChoice:
 
     def _further(self, job: Job) -> list[ProgramShape]:
         """Programs that a job needs besides those that read and decode."""
-        pages = _pages(job)
+        pages = self._policy.most_pages(job.request)
         scoring = [self.scoring(pages)] if job.scores else []
         guided = self.guided(1, pages)[:1] if job.matcher else []
-        return [*scoring, *guided, *self._between([self.size.width_for(pages + 1)])]
+        return [*scoring, *guided, *self._policy.programs_of(job.request)]
 
     def width(self, jobs: Sequence[Job]) -> int:
         """Of the page tables that jobs will need."""
-        return self.size.width_for(max(map(_pages, jobs)))
+        return self.size.width_for(max(self._policy.most_pages(job.request) for job in jobs))
 
     def _always(self) -> list[ProgramShape]:
         """Programs that any request needs."""
@@ -169,11 +161,6 @@ class ProgramChoice:
         if found is None or self.device.programs.device.platform == "cpu":
             return found is not None
         return found.rows <= LOOSE * wanted.rows
-
-
-def _pages(job: Job) -> int:
-    """That a job will have at the end."""
-    return -(-(len(job.request.prompt) + job.request.limit) // PAGE)
 
 
 def _least(counts: Sequence[int], count: int) -> int:

@@ -97,11 +97,13 @@ def on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> tu
     return on(sizes), why
 
 
-def check_context(context: int | None, longest: int) -> None:
-    """Raises BadRequest for a context that is longer than the model allows."""
-    if context is not None and context > longest:
+def check_context(options: Options, longest: int) -> None:
+    """Raises BadRequest for a context, or where that has no limit, a window, that is longer than the model allows."""
+    context, window = options.model.context, options.retrieval.retrieve_window
+    name, value = ("context", context) if window is None else ("retrieve_window", window)
+    if value is not None and value > longest:
         raise BadRequest(
-            f"context is {context:,}, expected 1 to {longest:,}",
+            f"{name} is {value:,}, expected 1 to {longest:,}",
             "the model's max_position_embeddings is the limit",
         )
 

@@ -22,6 +22,7 @@ FEATURES: dict[str, Condition] = {
     "evict": lambda options, layout: options.eviction.evict != "off",
     "retrieve": lambda options, layout: options.retrieval.retrieve != "off",
     'retrieve="infllm"': lambda options, layout: options.retrieval.retrieve == "infllm",
+    "retrieve_window": lambda options, layout: options.retrieval.retrieve_window is not None,
     "host_cache": lambda options, layout: options.memory.host_cache > 0,
     "mesh data": lambda options, layout: layout.data > 1,
     "mesh tensor": lambda options, layout: layout.tensor > 1,
@@ -63,6 +64,10 @@ REFUSED = (
     Refusal(
         ('retrieve="infllm"', 'draft="lookup"'),
         'it counts what queries ask of a page, and rejected drafts would count; take retrieve="quest"',
+    ),
+    Refusal(
+        ("retrieve_window", 'attention="fused"'),
+        'kernels take keys that are turned already, and these are turned as they are read; take attention="auto"',
     ),
     Refusal(
         ("retrieve", "mesh context"),

@@ -183,9 +183,10 @@ def _retrieval(model: Transformer, tokens: int) -> list[str]:
     noted = sum(pool[name].size * pool[name].dtype.itemsize for name in NOTES & pool.keys())
     most = retrieval.pages(PAGE) * PAGE
     what = f"{retrieval.policy.name} chooses {most:,} tokens that a decode step reads in each layer"
+    window = retrieval.window
     return [
         f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"
-    ]
+    ] + ([] if window is None else [f"positions: tokens more than {window:,} back are all as far as that"])
 
 
 def _chosen_tokens(model: Transformer) -> list[str]:

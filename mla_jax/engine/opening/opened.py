@@ -170,7 +170,7 @@ def _opened(options: Options) -> Opened:
     refuse(options, ONE)
     options, processes = environment.prepare_environment(options)
     checkpoint = choose.checkpoint_of(options)
-    choose.check_context(options.model.context, checkpoint.config.max_position_embeddings)
+    choose.check_context(options, checkpoint.config.max_position_embeddings)
     drafter = choose.drafter_for(options, checkpoint)
     if options.drafts.draft in ("off", "lookup"):
         checkpoint = checkpoint.without_mtp()

@@ -75,6 +75,12 @@ class Eviction:
         """Pages for what stays of these tokens, and `more` behind them: those that are not full add up to one more at most."""
         return -(-(self.count(tokens) + more) // PAGE) + 1
 
+    def stretch(self, request: Request) -> int | None:
+        """Tokens between two points at most, where that bounds what a request holds; else None: it holds all at some time."""
+        if self.chunk is None or request.context is not None or request.params.prompt_logprobs is not None:
+            return None
+        return max(self.chunk + (request.asking or 0), self.every)
+
     def resident(self, tokens: int) -> int:
         """Tokens that a request of `tokens` needs room for. As it drops some, those that stay are there twice."""
         if self.chunk is None:
@@ -189,11 +195,25 @@ class Evicting(CachePolicy):
     def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
         return [ProgramShape(name, width, rows=1) for name in ("observe", "move") for width in widths]
 
-    def _width(self, job: Job) -> int:
+    def programs_of(self, request: Request) -> list[ProgramShape]:
+        before, again = self.most_pages(request), -(-(self.eviction.stretch(request) or 0) // PAGE)
+        return self.programs_between(
+            [self.size.width_for(min(before + again, super().most_pages(request)) + 1)]
+        )
+
+    def most_pages(self, request: Request) -> int:
+        """On average over layers and heads: a budget may give one of them more."""
+        whole, stretch = super().most_pages(request), self.eviction.stretch(request)
+        if stretch is None:
+            return whole
+        return min(whole, self.eviction.pages(len(request.prompt) + request.limit, stretch))
+
+    def _width(self, job: Job, device: Dispatcher) -> int:
         """Of the page tables by which a job drops tokens: those that are read before the next point need room, too."""
         following = self.eviction.point(job.request, job.pauses + 1)
         again = max(0, min(job.known, following) - job.held_tokens)
-        return self.size.width_for(self.pages_of(job) + -(-again // PAGE) + 1)
+        width = self.size.width_for(self.pages_of(job) + -(-again // PAGE) + 1)
+        return device.taken(ProgramShape("observe", width, rows=1)).width
 
     def ask(self, job: Job, device: Dispatcher) -> Kept:
         """Which of a job's tokens stay."""
@@ -203,7 +223,7 @@ class Evicting(CachePolicy):
             for number in (self.eviction.count(job.held_tokens - asking), asking)
         )
         pool, rows = device.state()
-        sent = device.rows_of(alone, 1), device.tables(alone, 1, self._width(job)), count, ignored
+        sent = device.rows_of(alone, 1), device.tables(alone, 1, self._width(job, device)), count, ignored
         pool, rows, kept = self.programs.observe(pool, rows, *sent)
         device.keep(pool, rows)
         part_here(kept.told).copy_to_host_async()

@@ -14,7 +14,9 @@ def retrieval_of(options: RetrieveOptions) -> Retrieval | None:
     """As asked for; None if everything is read."""
     if options.retrieve == "off":
         return None
-    return Retrieval(RETRIEVAL_POLICIES[options.retrieve], options.retrieve_tokens)
+    retrieval = Retrieval(RETRIEVAL_POLICIES[options.retrieve], options.retrieve_tokens)
+    window = options.retrieve_window
+    return retrieval if window is None else retrieval.with_window(window, PAGE)
 
 
 class Retrieving(CachePolicy):

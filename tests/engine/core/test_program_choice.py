@@ -6,6 +6,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from mla_jax.decode.loop import ProgramShape
+from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.program_choice import ProgramChoice
@@ -19,7 +20,7 @@ def lines_meanwhile(begun: tuple[int, ...], needed: int | None, limits: Limits =
     programs = [ProgramShape("mixed_step", 1, 1, line) for line in begun]
     device = create_autospec(Dispatcher, instance=True)
     device.size, device.begun.return_value = None, programs
-    choice = ProgramChoice(device, create_autospec(Drafting, instance=True), lambda widths: [])
+    choice = ProgramChoice(device, create_autospec(Drafting, instance=True), create_autospec(CachePolicy, instance=True))
     wanted = [] if needed is None else [ProgramShape("mixed_step", 1, 1, needed)]
     return choice.sooner(limits, [*wanted, ProgramShape("run", 1, 1)]).lines
 

@@ -23,6 +23,7 @@ ON = {
     "evict": {"evict": "snapkv"},
     "retrieve": {"retrieve": "quest"},
     'retrieve="infllm"': {"retrieve": "infllm"},
+    "retrieve_window": {"retrieve": "infllm", "retrieve_window": 64},
     "host_cache": {"host_cache": 0.01},
     "mesh data": {"mesh": "data=2"},
     "mesh tensor": {"mesh": "tensor=2"},
@@ -47,7 +48,8 @@ def layout_of(options: dict) -> Layout:
 def test_each_feature_is_told_by_its_options_alone(feature):
     options = options_of((feature,))
     used = [name for name, is_used in FEATURES.items() if is_used(Options.of(**options), layout_of(options))]
-    assert used == (["retrieve", feature] if feature == 'retrieve="infllm"' else [feature])
+    needs = {'retrieve="infllm"': ["retrieve"], "retrieve_window": ["retrieve", 'retrieve="infllm"']}
+    assert used == [*needs.get(feature, []), feature]
     refuse(Options.of(**options), layout_of(options))
 
 

@@ -268,7 +268,7 @@ def whole(model: Transformer, tokens: list[int], masks: np.ndarray) -> tuple[np.
     plan, x, pending, inputs = model.dispatch.step(model, batch, None), model.embedded(jnp.asarray([tokens])), None, []
     for block, mask in zip(model.layers, masks, strict=True):
         inputs.append(np.asarray(settle(x, pending)))
-        (x, pending), _, _ = block(x, pending, batch, None, plan._replace(shared=jnp.asarray(mask)[None]))
+        (x, pending, _), _, _ = block(x, pending, batch, None, plan._replace(shared=jnp.asarray(mask)[None]))
     hidden = rms_norm(settle(x, pending), model.norm[...], model.config.rms_norm_eps)
     return np.asarray(model.unembed(hidden)[0]), inputs
 
@@ -387,6 +387,16 @@ def test_a_prompt_eight_times_as_long_as_the_cache_is_read_and_answered(programs
     assert answer(roomy, long, request(prompt[:700])) == [ids, *answer(engine, request(prompt[:700]))]
     assert len(ids) == 5
     assert engine.stats.dropped > 4000
+
+
+def test_a_long_prompt_takes_programs_as_wide_as_what_it_holds_and_one_of_each(programs_of):
+    prompt, size = np.random.default_rng(1).integers(2, WORDS, 700).tolist(), dataclasses.replace(ROOMY, pages=8, context=4200)
+    engine = evicting(programs_of(SNAPKV), 64, size=size, chunk=64)
+    answer(engine, request(prompt, max_tokens=5))
+    narrow, _ = size.widths
+    assert narrow < 700 // PAGE
+    assert {shape.width for shape in engine.device._started} == {0, narrow}
+    assert [len(engine.device.ready(name)) for name in ("observe", "move", "run")] == [1, 1, 1]
 
 
 def test_a_prompt_that_is_scored_is_read_whole(programs_of, asked):

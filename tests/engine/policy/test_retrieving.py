@@ -12,6 +12,7 @@ from models import FAMILIES, tensors, write
 from serving import answer, drafting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
+from mla_jax.base.errors import BadRequest
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode.loop import Programs
@@ -51,6 +52,49 @@ def asked() -> list[Request]:
 
 
 # what a request is told
+
+
+@pytest.mark.deep
+def test_with_a_window_all_before_it_is_as_far_as_its_edge(programs_of, asked, retrieving_folder):
+    """As in the whole sequence, by its definition; InfLLM's representatives are chosen without positions."""
+    window, most = 70, 6
+    dispatch = windowed(window, most * PAGE)
+    programs = Programs(load(retrieving_folder, dispatch=dispatch))
+    (ids,) = answer(retrieving(programs), asked[0])
+    model, prompt = programs.model, asked[0].prompt
+    assert dispatch.retrieval is not None
+    recent = dispatch.retrieval.recent
+    for edge, same in ((window, True), (window + 40, False)):
+        given = {"dense": 1, "recent": recent, "window": edge}
+        hidden = retrieved.hidden_states(model, prompt + ids, len(prompt), "infllm", most, PAGE, **given)
+        logits = np.asarray(model.unembed(jax.numpy.asarray(hidden[len(prompt) - 1 : -1])))
+        assert (np.argmax(logits, -1).tolist() == ids) == same
+    together = answer(retrieving(programs), *asked)
+    assert together[0] == ids
+    small = retrieving(programs, dataclasses.replace(ROOMY, pages=24))
+    assert answer(small, *asked, streams=True, preempt_every=4) == together
+
+
+def test_a_window_that_holds_everything_changes_nothing(programs_of, asked, retrieving_folder):
+    programs = Programs(load(retrieving_folder, dispatch=windowed(512, 10 * PAGE)))
+    assert answer(retrieving(programs), *asked) == answer(retrieving(programs_of("infllm", 10 * PAGE)), *asked)
+
+
+def test_with_a_window_a_text_may_be_longer_than_the_model_allows(tmp_path):
+    hf = {**FAMILIES["v3"], "num_nextn_predict_layers": 0, "max_position_embeddings": 128}
+    folder, prompt = write(tmp_path, hf, tensors(hf)), np.random.default_rng(0).integers(2, WORDS, 300).tolist()
+    settings = {"context": 400, "retrieve": "infllm", "retrieve_tokens": 384}
+    with LLM(folder, **settings, retrieve_window=100) as llm:
+        assert "more than 100 back are all as far" in llm.explain()
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), progress=False)
+        assert len(output.token_ids) == 4
+    for given, name in (({}, "context is 400"), ({"retrieve_window": 129, "retrieve_tokens": 512}, "retrieve_window is 129")):
+        with pytest.raises(BadRequest, match=name):
+            LLM(folder, **settings | given)
+
+
+def windowed(window: int, tokens: int) -> Dispatch:
+    return Dispatch(retrieval=Retrieval(RETRIEVAL_POLICIES["infllm"], tokens, dense=1).with_window(window, PAGE))
 
 
 @pytest.mark.deep
