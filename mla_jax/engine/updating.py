@@ -1,0 +1,37 @@
+"""Changes the weights of an LLM while it serves: requests that have begun are finished with the earlier ones first."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mla_jax.engine.core.engine import Engine
+from mla_jax.model.trainable import refuse_apart
+from mla_jax.weights.masters import Values, as_held, parameters_of
+
+if TYPE_CHECKING:
+    from mla_jax.engine.llm import LLM
+
+
+def update(llm: "LLM", weights: Any) -> Values:
+    """Has `llm` serve other weights; see `LLM.update`. Returns the earlier ones."""
+    refuse_apart(llm.model)
+    with llm._memory_explained():
+        values = as_held(llm.model, weights)
+    return exchange(llm, values)
+
+
+def exchange(llm: "LLM", values: Values) -> Values:
+    """Has `llm` serve values of all its parameters, as it holds them, and returns the earlier ones."""
+    return llm._worker.between(partial(_exchanged, llm, values))
+
+
+def _exchanged(llm: "LLM", values: Values) -> Values:
+    """As `exchange`, on the engine's thread, while no request is under way."""
+    assert isinstance(llm.engine, Engine)
+    if llm._routing is not None:
+        llm._take_load()
+    before = {}
+    for path, parameter in parameters_of(llm.model).items():
+        before[path] = parameter.get_raw_value()
+        parameter.set_raw_value(values[path])
+    llm._take_weights(llm.engine.forget)
+    return before
