@@ -62,12 +62,8 @@ class Held(NamedTuple):
     def _joined(self, path: str, shape: tuple[int, ...], format: str) -> Parts:
         """kv_b_proj of its halves."""
         halves = [self.values[path], self.values[path.removesuffix("uk") + "uv"]]
-        is_kept = format == self.format(path) and format not in PLAIN_DTYPES
-        if not is_kept:
-            numbers = np.concatenate(
-                [np.asarray(plain(half, jnp.dtype("float32"))) for half in halves], axis=1
-            )
-            return _parts(numbers.reshape(shape), format)
+        if format in PLAIN_DTYPES or format != self.format(path):
+            return _encoded(np.concatenate([_numbers(half) for half in halves], axis=1).reshape(shape), format)
         codes, scales = ([np.asarray(half.parts[i]) for half in halves] for i in (0, 1))
         of_blocks = np.stack(scales, axis=1)[..., :: self._columns]
         return np.concatenate(codes, axis=1).reshape(shape), of_blocks.reshape(-1, of_blocks.shape[-1])
@@ -75,11 +71,16 @@ class Held(NamedTuple):
 
 def _parts(value: Any, format: str) -> Parts:
     """A matrix in a format: as it is, where that is its own."""
-    if isinstance(value, QTensor):
-        value = restore(value)
-        if value.format == format:
-            return tuple(np.asarray(part) for part in value.parts)
-    numbers = np.asarray(plain(value, jnp.dtype("float32")))
+    if isinstance(value, QTensor) and (stored := restore(value)).format == format:
+        return tuple(np.asarray(part) for part in stored.parts)
+    return _encoded(_numbers(value), format)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    return np.asarray(plain(value, jnp.dtype("float32")))
+
+
+def _encoded(numbers: np.ndarray, format: str) -> Parts:
     if format in PLAIN_DTYPES:
         return (numbers.astype(STORED_DTYPES[format]),)
     return quantizer_of(format)(numbers)

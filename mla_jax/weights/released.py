@@ -43,7 +43,7 @@ class Stored:
             return True
         again = self.layout.unpack(self.layout.pack(parts, self.shape), self.shape)
         return all(
-            np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(parts, again, strict=True)
+            np.array_equal(a, b) for a, b in zip(parts, again, strict=True)
         )
 
     def tensors(
