@@ -312,10 +312,12 @@ class LLM:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def trainable(self) -> Transformer:
-        """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
+    def trainable(self, *, remat: bool = False) -> Transformer:
+        """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens.
+
+        With `remat` a layer's activations are computed again for its gradients, and only its input is kept in memory."""
         self._refuse_several("trainable", "take one process")
-        return trainable(self.model)
+        return trainable(self.model, remat)
 
     def update(self, weights: Any) -> None:
         """Serves other weights from now on: a state of the tree of `nnx.state(llm.trainable(), nnx.Param)`, of floating-point

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 def update(llm: "LLM", weights: Any) -> Values:
     """Has `llm` serve other weights; see `LLM.update`. Returns the earlier ones."""
     refuse_apart(llm.model)
+    return exchange(llm, llm._worker.call(partial(_converted, llm, weights)))
+
+
+def _converted(llm: "LLM", weights: Any) -> Values:
+    """On the engine's thread: two threads that send programs to the devices of a mesh can have them wait for each other."""
     with llm._memory_explained():
-        values = as_held(llm.model, weights)
-    return exchange(llm, values)
+        return as_held(llm.model, weights)
 
 
 def exchange(llm: "LLM", values: Values) -> Values:

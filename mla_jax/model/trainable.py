@@ -11,12 +11,13 @@ from mla_jax.model.ops import plain
 from mla_jax.model.transformer import Transformer
 
 
-def trainable(model: Transformer) -> Transformer:
+def trainable(model: Transformer, remat: bool = False) -> Transformer:
     """A copy of `model` whose forward pass, without a cache, `jax.grad` can differentiate; it is used as any NNX module.
 
     Weights are floating-point numbers of the model's dtype: arrays that are so already are shared, quantised ones are unpacked.
     All experts are computed for all tokens (the backend "dense"), because the loop over experts on a CPU and the kernels have no
-    gradients. On a mesh arrays stay where they are, and JAX shares the work out. Raises Unsupported as `refuse_apart` does."""
+    gradients. On a mesh arrays stay where they are, and JAX shares the work out. With `remat` a layer's activations are computed
+    again for its gradients, and only its input is kept. Raises Unsupported as `refuse_apart` does."""
     refuse_apart(model)
     graph, state = nnx.split(model)
     flat = [
@@ -24,7 +25,9 @@ def trainable(model: Transformer) -> Transformer:
         for path, variable in nnx.to_flat_state(state)
     ]
     copy = nnx.merge(graph, nnx.from_flat_state(flat))
-    copy.dispatch = dataclasses.replace(model.dispatch, attention="move_elided", experts="dense", layout=ONE)
+    copy.dispatch = dataclasses.replace(
+        model.dispatch, attention="move_elided", experts="dense", layout=ONE, remat=remat
+    )
     return copy
 
 

@@ -63,7 +63,9 @@ class Held(NamedTuple):
         """kv_b_proj of its halves."""
         halves = [self.values[path], self.values[path.removesuffix("uk") + "uv"]]
         if format in PLAIN_DTYPES or format != self.format(path):
-            return _encoded(np.concatenate([_numbers(half) for half in halves], axis=1).reshape(shape), format)
+            return _encoded(
+                np.concatenate([_numbers(half) for half in halves], axis=1).reshape(shape), format
+            )
         codes, scales = ([np.asarray(half.parts[i]) for half in halves] for i in (0, 1))
         of_blocks = np.stack(scales, axis=1)[..., :: self._columns]
         return np.concatenate(codes, axis=1).reshape(shape), of_blocks.reshape(-1, of_blocks.shape[-1])

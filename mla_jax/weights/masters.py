@@ -38,12 +38,7 @@ def as_held(model: Transformer, weights: Any) -> Values:
     _refuse([fault for path in held if (fault := _fault(path, given[path], held[path]))])
     quantizers = _quantizers(held, model.config)
     _refuse_unsound(held, given)
-    return {
-        path: _quantized(given[path], value, quantizers[value.format])
-        if isinstance(value, QTensor)
-        else _copied(jax.device_put(given[path], value.sharding), value.dtype)
-        for path, value in held.items()
-    }
+    return {path: _as_held(given[path], value, quantizers) for path, value in held.items()}
 
 
 def _by_path(state: Any) -> dict[str, Any]:
@@ -117,14 +112,28 @@ def _refuse_unsound(held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         path: jnp.dtype("float32") if isinstance(value, QTensor) else value.dtype
         for path, value in held.items()
     }
-    finite = jax.device_get({path: _is_finite(given[path], dtype) for path, dtype in dtypes.items()})
-    if faulty := [path for path, is_finite in finite.items() if not is_finite]:
+    finite = {path: [_is_finite(w, dtype) for w in _shards(given[path])] for path, dtype in dtypes.items()}
+    if faulty := [path for path, flags in jax.device_get(finite).items() if not all(flags)]:
         raise BadRequest("weights hold NaN or infinity", *shortened(faulty))
+
+
+def _shards(w: Any) -> list[Any]:
+    """The parts of an array, each looked at where it is: devices have nothing to tell each other."""
+    if isinstance(w, np.ndarray):
+        return [w]
+    return [shard.data for shard in w.addressable_shards if shard.replica_id == 0]
 
 
 @partial(jax.jit, static_argnames="dtype")
 def _is_finite(w: Any, dtype: Any) -> Array:
     return jnp.isfinite(w.astype(dtype)).all()
+
+
+def _as_held(new: Any, held: Any, quantizers: Mapping[str, Quantizer]) -> Any:
+    """One after the other is waited for: on simulated devices exchanges under way keep the threads of others."""
+    if isinstance(held, QTensor):
+        return jax.block_until_ready(_quantized(new, held, quantizers[held.format]))
+    return jax.block_until_ready(_copied(jax.device_put(new, held.sharding), held.dtype))
 
 
 @partial(jax.jit, static_argnames="dtype")

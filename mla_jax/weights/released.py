@@ -42,9 +42,7 @@ class Stored:
         if self.layout is None:
             return True
         again = self.layout.unpack(self.layout.pack(parts, self.shape), self.shape)
-        return all(
-            np.array_equal(a, b) for a, b in zip(parts, again, strict=True)
-        )
+        return all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
     def tensors(
         self, name: str, parts: tuple[np.ndarray, ...], scales: str = "F32"

@@ -77,7 +77,9 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        return sum(np.dtype(STORED_DTYPES[dtype]).itemsize * prod(shape) for _, (dtype, shape) in self.specs())
+        return sum(
+            np.dtype(STORED_DTYPES[dtype]).itemsize * prod(shape) for _, (dtype, shape) in self.specs()
+        )
 
     def specs(self) -> Iterator[tuple[str, Spec]]:
         for name in self.origin.names:

@@ -109,7 +109,10 @@ WRONG = {
         lambda state: nnx.from_flat_state([*nnx.to_flat_state(state), (("bias",), nnx.Param(jnp.ones(1)))]),
         "not of this model: bias",
     ),
-    "another shape": (lambda state: changed(state, "embed", lambda w: w[:90]), r"embed is float32 \[90, 48\], expected .*\[96, 48\]"),
+    "another shape": (
+        lambda state: changed(state, "embed", lambda w: w[:90]),
+        r"embed is float32 \[90, 48\], expected .*\[96, 48\]",
+    ),
     "integers": (lambda state: changed(state, "norm", lambda w: w.astype(jnp.int32)), "norm is int32 .*, expected floating"),
     "a list": (lambda state: changed(state, "norm", lambda w: w.tolist()), "norm is a list, expected an array"),
     "NaN": (lambda state: changed(state, "head", lambda w: w.at[3, 4].set(jnp.nan)), "hold NaN or infinity\n  head"),

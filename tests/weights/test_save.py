@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from weights import fp8, parameters
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported
+from mla_jax.base.errors import BadFile, DoesNotFit
 from mla_jax.weights.load import load
 from mla_jax.weights.safetensors import STORED_DTYPES, read_header
 from mla_jax.weights.save import save, write_tensors
