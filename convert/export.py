@@ -28,9 +28,9 @@ from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
 from mla_jax.weights.orbax_store import refuse_foreign, writing
-from mla_jax.weights.released import SETTINGS, Stored, refusal_of, stored_as
+from mla_jax.weights.released import SETTINGS, Stored, as_stored, refusal_of
 from mla_jax.weights.safetensors import STORED_DTYPES
-from mla_jax.weights.save import FILE, complete, file_name, in_files, write_tensors
+from mla_jax.weights.save import FILE_BYTES, complete, file_name, in_files, write_tensors
 
 JOURNAL = "conversion.json"
 ADVICE = "use --dtype bf16 or --dtype f32"
@@ -53,7 +53,7 @@ class Item:
 
 def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonfinite: bool) -> int:
     """Prints the plan; unless it is a dry run, writes the folder. Returns the exit code."""
-    files = in_files(_items(checkpoint, dtype), FILE)
+    files = in_files(_items(checkpoint, dtype), FILE_BYTES)
     source, total = checkpoint.source, _total(files)
     needed = peak(checkpoint, files)
     memory = f"memory    at most {gib(needed)} of {gib(available())}"
@@ -142,7 +142,7 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
         shape = axes.shape(config, target.axes)
-        found.append(Item(path, target.names, stored_as(config, format, shape, path, ADVICE), same))
+        found.append(Item(path, target.names, as_stored(config, format, shape, path, ADVICE), same))
     return found
 
 

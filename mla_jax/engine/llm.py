@@ -43,7 +43,7 @@ from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.text.stream import TextStream
-from mla_jax.weights.held import Held
+from mla_jax.weights.held import HeldWeights
 from mla_jax.weights.load import Progress
 from mla_jax.weights.save import save
 from mla_jax.weights.temporaries import logits_bytes
@@ -354,7 +354,10 @@ class LLM:
         self._refuse_several("save", "take one process")
         self._refresh()
         save(
-            self._worker.call(lambda: Held.of(self.model)), folder, dtype=dtype, others=files_of(self._source)
+            self._worker.call(lambda: HeldWeights.of(self.model)),
+            folder,
+            dtype=dtype,
+            others=files_of(self._source),
         )
 
     def explain(self) -> str:

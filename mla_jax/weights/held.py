@@ -11,16 +11,14 @@ from mla_jax.base.qtensor import BY_COLUMN, REORDERED, QTensor, fp8_format, rest
 from mla_jax.model.ops import plain
 from mla_jax.model.trainable import refuse_apart
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.fill import PLAIN_DTYPES
-from mla_jax.weights.masters import parameters_of
+from mla_jax.weights.fill import PLAIN_DTYPES, Parts
+from mla_jax.weights.masters import parameters_by_path
 from mla_jax.weights.names import Origin, key_half
 from mla_jax.weights.quantize import block_columns, quantizer_of
 from mla_jax.weights.safetensors import STORED_DTYPES
 
-Parts = tuple[np.ndarray, ...]
 
-
-class Held(NamedTuple):
+class HeldWeights(NamedTuple):
     """`values` are arrays and QTensors by path; the `exact` ones are float32 in any folder."""
 
     config: Config
@@ -28,10 +26,10 @@ class Held(NamedTuple):
     exact: frozenset[str]
 
     @classmethod
-    def of(cls, model: Transformer) -> "Held":
+    def of(cls, model: Transformer) -> "HeldWeights":
         """Raises Unsupported as `refuse_apart` does."""
         refuse_apart(model)
-        found = parameters_of(model)
+        found = parameters_by_path(model)
         exact = frozenset(path for path, v in found.items() if v.get_metadata()["exact"])
         return cls(model.config, {path: v.get_raw_value() for path, v in found.items()}, exact)
 

@@ -19,20 +19,20 @@ from mla_jax.base.qtensor import REORDERED, QTensor, reorder
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.quantize import Quantizer, quantizer_of
 
-Values = dict[str, Any]  # of parameters, by their paths
+ByPath = dict[str, Any]  # of parameters, by their paths
 
 
-def parameters_of(model: Transformer) -> dict[str, nnx.Variable]:
+def parameters_by_path(model: Transformer) -> dict[str, nnx.Variable]:
     """The parameters of a model by their paths, such as `layers.0.attn.q_a_proj`."""
     return _by_path(nnx.state(model, nnx.Param))
 
 
-def as_held(model: Transformer, weights: Any) -> Values:
+def as_held(model: Transformer, weights: Any) -> ByPath:
     """New arrays of `weights`, a state of the tree of `nnx.state(trainable(model), nnx.Param)`, as `model` holds its own.
 
     On the host are the numbers of one matrix while it is quantised. Raises BadRequest for another tree, for arrays of other
     shapes, and for numbers that are not finite in their new format; Unsupported for formats that are only read."""
-    held = {path: variable.get_raw_value() for path, variable in parameters_of(model).items()}
+    held = {path: variable.get_raw_value() for path, variable in parameters_by_path(model).items()}
     given = _values(weights)
     _refuse_other_names(held, given)
     _refuse([fault for path in held if (fault := _fault(path, given[path], held[path]))])
@@ -45,7 +45,7 @@ def _by_path(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
-def _values(weights: Any) -> Values:
+def _values(weights: Any) -> ByPath:
     if not isinstance(weights, nnx.State):
         raise BadRequest(
             f"weights are {shown(weights)}, expected an nnx.State",

@@ -59,7 +59,7 @@ class Stored:
             yield f"{module}.{self.layout.sizes}", np.array(self.shape)
 
 
-def stored_as(config: Config, format: str, shape: tuple[int, ...], path: str, advice: str) -> Stored:
+def as_stored(config: Config, format: str, shape: tuple[int, ...], path: str, advice: str) -> Stored:
     """The parameter `path` in this format, by the config's schemes, or where it has none by those of SETTINGS.
 
     Raises Unsupported, with the `advice`, for a format that none of them has. Codes that were quantised here and do not fill

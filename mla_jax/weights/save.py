@@ -21,19 +21,19 @@ from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported, pr
 from mla_jax.base.limits import gib
 from mla_jax.base.quantization import read_quantization
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.held import Held
+from mla_jax.weights.held import HeldWeights
 from mla_jax.weights.hf_names import LINEAR, table_of
 from mla_jax.weights.names import Origin, value_half
-from mla_jax.weights.released import SETTINGS, Spec, Stored, stored_as
+from mla_jax.weights.released import SETTINGS, Spec, Stored, as_stored
 from mla_jax.weights.safetensors import STORED_DTYPES
 
-FILE = 4 << 30  # most bytes of weights in one file, except of a single larger parameter
-DTYPES = {"bfloat16": "BF16", "float32": "F32"}
-ADVICE = 'give dtype="bfloat16" or dtype="float32", which writes numbers'
+FILE_BYTES = 4 << 30  # most bytes of weights in one file, except of a single larger parameter
+_DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+AS_NUMBERS = 'give dtype="bfloat16" or dtype="float32", which writes numbers'
 
 
 def save(
-    model: Transformer | Held,
+    model: Transformer | HeldWeights,
     folder: str | Path,
     *,
     dtype: str | None = "bfloat16",
@@ -45,11 +45,11 @@ def save(
     `dtype` None keeps all as the model holds them. With `fp8` the weights of linear layers become E4M3 with a scale per block of
     128x128, as DeepSeek-V3 is released. The folder appears once it is complete; on the host is one parameter at a time. Raises
     BadFile for a folder that is not empty, DoesNotFit for a full disk, and Unsupported for weights that no such folder holds."""
-    if dtype is not None and dtype not in DTYPES:
-        raise BadRequest(f"dtype is {shown(dtype)}", f"expected None, {' or '.join(DTYPES)}")
-    held = model if isinstance(model, Held) else Held.of(model)
+    if dtype is not None and dtype not in _DTYPES:
+        raise BadRequest(f"dtype is {shown(dtype)}", f"expected None, {' or '.join(_DTYPES)}")
+    held = model if isinstance(model, HeldWeights) else HeldWeights.of(model)
     items = _items(held, dtype, fp8)
-    files, size = in_files(items, FILE), sum(item.nbytes for item in items)
+    files, size = in_files(items, FILE_BYTES), sum(item.nbytes for item in items)
     with _new_folder(Path(folder), size) as new:
         index = {}
         for i, some in enumerate(files):
@@ -85,19 +85,19 @@ class _Item:
         for name in self.origin.names:
             yield from self.stored.specs(name)
 
-    def tensors(self, held: Held) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, held: HeldWeights) -> Iterator[tuple[str, np.ndarray]]:
         """Raises Unsupported for scales that such a folder does not have: fewer numbers are stored there."""
         stored = self.stored
         matrices = held.matrices(self.path, self.origin, stored.shape, stored.format)
         for name, parts in zip(self.origin.names, matrices, strict=True):
             if not stored.keeps(parts):
                 raise Unsupported(
-                    f"quantization_config cannot hold the scales of {self.path}, as they are now", ADVICE
+                    f"quantization_config cannot hold the scales of {self.path}, as they are now", AS_NUMBERS
                 )
             yield from stored.tensors(name, parts)
 
 
-def _items(held: Held, dtype: str | None, fp8: bool) -> list[_Item]:
+def _items(held: HeldWeights, dtype: str | None, fp8: bool) -> list[_Item]:
     table, config, found = table_of(held.config), held.config, []
     described = config if dtype is None else replace(config, quantization_config=None)
     for path in held.values:
@@ -106,11 +106,11 @@ def _items(held: Held, dtype: str | None, fp8: bool) -> list[_Item]:
             continue  # written with uk
         format = held.format(path)
         if dtype is not None:
-            format = "F32" if path in held.exact else DTYPES[dtype]
+            format = "F32" if path in held.exact else _DTYPES[dtype]
         if fp8 and LINEAR.fullmatch(origin.names[0]):
             format = "fp8_block"
         shape = axes.shape(config, origin.axes)
-        found.append(_Item(path, origin, stored_as(described, format, shape, path, ADVICE)))
+        found.append(_Item(path, origin, as_stored(described, format, shape, path, AS_NUMBERS)))
     return found
 
 

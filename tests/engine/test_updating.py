@@ -16,7 +16,7 @@ from weights import fp8, parameters
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadFile, BadRequest, Unsupported
 from mla_jax.engine.updating import exchange
-from mla_jax.weights.masters import as_held, parameters_of
+from mla_jax.weights.masters import as_held, parameters_by_path
 
 HF = {**FAMILIES["v3"], "num_hidden_layers": 2}
 ASKED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_requests_that_have_begun_end_with_their_weights_and_those_that_wait_beg
     readers = llm.submit(llm.requests([PROMPT] * 2, LONG), lambda _: news.set())
     news.wait()
     changing = threading.Thread(target=exchange, args=[llm, values])
-    before = {path: v.get_raw_value() for path, v in parameters_of(llm.model).items()}
+    before = {path: v.get_raw_value() for path, v in parameters_by_path(llm.model).items()}
     changing.start()
     while changing.is_alive() and not llm.engine.draining:
         time.sleep(0.001)

@@ -94,7 +94,7 @@ def test_a_layer_whose_activations_are_computed_again_keeps_its_input_alone(llm)
     tokens = random_tokens(llm, 8, 65)
 
     def kept(**options) -> list[jax.ShapeDtypeStruct]:
-        """What the backward pass needs of the forward pass: not the weights, and nothing outside of layers."""
+        """The arrays of the forward pass that the backward pass needs, except weights and logits."""
         loss, weights = value_of(llm, tokens, **options)
         shapes = [w.shape for w in jax.tree.leaves(weights)]
         residuals = jax.tree.leaves(jax.eval_shape(lambda weights: jax.vjp(loss, weights)[1], weights))

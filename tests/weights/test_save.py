@@ -91,7 +91,7 @@ def test_a_folder_that_its_disk_has_no_room_for_is_refused_before_anything_is_wr
 
 def test_large_models_are_several_files_with_an_index(tmp_path, model, monkeypatch):
     save(model, tmp_path / "one", dtype="float32")
-    monkeypatch.setattr("mla_jax.weights.save.FILE", 40_000)
+    monkeypatch.setattr("mla_jax.weights.save.FILE_BYTES", 40_000)
     save(model, tmp_path / "many", dtype="float32")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "many").glob("*.safetensors")}
