@@ -114,6 +114,7 @@ def test_requests_that_have_begun_end_with_their_weights_and_those_that_wait_beg
     assert answer(llm, LONG) == old
 
 
+@pytest.mark.deep
 def test_a_request_that_was_preempted_goes_on_with_its_weights(llm, other, weights):
     old, values, news = answer(llm, LONG), as_held(llm.model, weights), threading.Event()
     (reader,) = llm.submit(llm.requests([PROMPT], LONG), lambda _: news.set())
@@ -168,7 +169,7 @@ def test_a_saved_folder_has_the_weights_that_are_served_bit_for_bit_and_the_toke
         llm.save(tmp_path / "int8", dtype="int8")
 
 
-@pytest.mark.parametrize("numbers", ["fp8", "fp8_e8m0"])
+@pytest.mark.parametrize("numbers", ["fp8", pytest.param("fp8_e8m0", marks=pytest.mark.deep)])
 def test_weights_in_fp8_are_saved_in_fp8_before_and_after_an_update(tmp_path, numbers):
     llm = LLM(released(tmp_path / "in", numbers=numbers))
     parameters.assert_equal(saved(llm, tmp_path / "out").model, llm.model)
@@ -182,6 +183,7 @@ def test_weights_in_fp8_are_saved_in_fp8_before_and_after_an_update(tmp_path, nu
     np.testing.assert_allclose(exact.logits([PROMPT]), llm.logits([PROMPT]), atol=1e-3)
 
 
+@pytest.mark.deep
 def test_scales_that_a_folder_has_no_room_for_are_refused(tmp_path):
     """Of FP8 with a scale for each matrix."""
     sizes, weights = HF | {"intermediate_size": 160}, {}
@@ -200,7 +202,7 @@ def test_scales_that_a_folder_has_no_room_for_are_refused(tmp_path):
     saved(llm, tmp_path / "bf16", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "q4_k"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("q4_k", marks=pytest.mark.deep)])
 def test_formats_of_no_released_folder_are_saved_as_numbers_alone(tmp_path, folders, dtype):
     assert convert(folders[0], tmp_path / "in", "--dtype", dtype) == 0
     llm = LLM(tmp_path / "in")
@@ -211,6 +213,7 @@ def test_formats_of_no_released_folder_are_saved_as_numbers_alone(tmp_path, fold
     np.testing.assert_allclose(again.logits([PROMPT]), llm.logits([PROMPT]), atol=1e-4)
 
 
+@pytest.mark.deep
 def test_int4_is_saved_as_compressed_tensors(tmp_path):
     hf = HF | {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32}
     folder = write(tmp_path / "plain", hf, tensors(hf, 0))

@@ -48,7 +48,9 @@ def masters(folder: Path, seed: int = 1) -> nnx.State:
     return nnx.state(trainable(load(plain(folder / "masters", seed), dtype="float32")), nnx.Param)
 
 
-@pytest.mark.parametrize("made", FORMATS)
+@pytest.mark.parametrize(
+    "made", [pytest.param(name, marks=pytest.mark.deep if name in ("int8", "int4_g32") else ()) for name in FORMATS]
+)
 def test_numbers_become_the_parts_that_a_folder_of_them_holds(tmp_path, made):
     model, expected = load(FORMATS[made](tmp_path, 0)), parameters.state(load(FORMATS[made](tmp_path, 1)))
     formats = {v.format for v in jax.tree.leaves(expected, is_leaf=lambda v: isinstance(v, QTensor)) if isinstance(v, QTensor)}
@@ -73,6 +75,7 @@ def test_numbers_become_the_parts_that_a_folder_of_them_holds(tmp_path, made):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=path)
 
 
+@pytest.mark.deep
 def test_weights_for_a_kernel_are_reordered_too(tmp_path):
     model = load(packed_models.written(tmp_path, "int8"))
     gate, experts = model.layers[0].mlp.gate, model.layers[1].mlp.experts.gate
