@@ -323,9 +323,9 @@ class LLM:
         """Serves other weights from now on: a state of the tree of `nnx.state(llm.trainable(), nnx.Param)`, of floating-point
         arrays on any devices, or of numpy.
 
-        They are cast or quantised to the formats of the weights that they replace, and laid out as these are. No program is
-        compiled for that. Requests that have begun are finished with the earlier weights first, and so are those behind a
-        compressed context; those that wait begin with the new ones. Pages of earlier prompts are forgotten.
+        They are cast or quantised to the formats of the weights that they replace, and laid out as these are; meanwhile requests
+        wait. No program is compiled anew. Then requests that have begun are finished with the earlier weights, and so are those
+        behind a compressed context; the others begin with the new ones. Pages of earlier prompts are forgotten.
 
         Raises BadRequest for another tree, another shape, and NaN or infinity; Unsupported for packed formats that are only read,
         experts on the CPU and several processes. Nothing is changed then. Until it returns, both weights are in memory."""
@@ -346,7 +346,8 @@ class LLM:
 
     def save(self, folder: str | Path, *, dtype: str | None = None) -> None:
         """Writes the weights that are served now into a new folder, with the names of released checkpoints, config.json, and the
-        tokenizer's files. transformers opens it, and so does `LLM`, with equal logits.
+        tokenizer's files. transformers opens it, and so does `LLM`, with equal logits. A model that was opened without drafts has
+        no MTP layer.
 
         `dtype` None keeps each weight as it is held; "bfloat16" and "float32" write numbers. The folder appears once it is
         complete. Raises BadFile for a folder that is not empty; Unsupported for packed formats that such a folder does not have,
