@@ -28,11 +28,14 @@ from mla_jax.decode.loop_state import RunState, accepted, begun, counted, ended,
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
+from mla_jax.decode.processed import run_processed
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import Entry, Open, Rows
+from mla_jax.decode.sequences import captured, logits
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
 from mla_jax.decode.store import ProgramStore
 from mla_jax.mesh import across
+from mla_jax.model.capture import Capture
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
 
@@ -234,11 +237,6 @@ def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: boo
     return model.new_pool(pages), table.new_rows(model, rows, counts, text)
 
 
-def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "R T W"]:
-    """Of whole sequences, nothing cached; on a mesh of those of all data shards."""
-    return across.gathered(model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]), DATA)
-
-
 def _loops(drafter: Drafter) -> dict[str, tuple[Callable, int]]:
     """The programs with loops by name: their functions, and how many of the arguments are donated, pool and rows."""
     functions = {
@@ -285,7 +283,9 @@ class Programs:
     run: Program
     run_with_drafts: Program
     guided_step: Program
+    run_processed: Program
     logits: Program
+    captured: Program
     observe: Program
     move: Program
     copy_out: Program
@@ -306,6 +306,15 @@ class Programs:
         self.spread, platform = self.weights.spread, self.device.platform
         program = functools.partial(Program, weights=self.weights, shared=shared)
         self.all = {"new": program(functools.partial(new, counts=counts), static=3)}
+        self.all["captured"] = program(captured, static=1, compiler_options=OPTIONS.get(platform))
+        # A function of the user's has no name that another process knows it by: its program is not stored
+        self.all["run_processed"] = program(
+            functools.partial(run_processed, drafter=drafter),
+            shared=shared._replace(store=None),
+            donated=2,
+            static=1,
+            compiler_options=LOOP_OPTIONS.get(platform),
+        )
         for options, functions in ((LOOP_OPTIONS, _loops(drafter)), (OPTIONS, _others(evicts))):
             for name, (function, donated) in functions.items():
                 self.all[name] = program(function, donated=donated, compiler_options=options.get(platform))
@@ -412,16 +421,30 @@ class Programs:
         return {name: jax.ShapeDtypeStruct((pages, *one.shape), one.dtype) for name, one in self.page.items()}
 
     def logits_of(self, tokens: np.ndarray) -> np.ndarray:
-        """The logits of sequences `[B T]`, on the host. Data shards have equally many; the last one fills up."""
+        """The logits of sequences `[B T]`, on the host."""
+        return here(self.logits(self._sequences(tokens)))[: len(tokens)]
+
+    def captured_of(self, tokens: np.ndarray, capture: Capture) -> dict[str, np.ndarray]:
+        """The logits and captures of sequences `[B T]`, on the host, in float32."""
+        found = {name: here(array) for name, array in self.captured(capture, self._sequences(tokens)).items()}
+        logits = found.pop("logits")[: len(tokens)]
+        return {"logits": logits} | {name: _float32(array[:, : len(tokens)]) for name, array in found.items()}
+
+    def _sequences(self, tokens: np.ndarray) -> Any:
+        """For each data shard equally many; the last one fills up."""
         rows, shards = len(tokens), self.spread.shards
         each = -(-rows // shards)
         padded = tokens[np.minimum(np.arange(each * shards), rows - 1)]
-        return here(self.logits(of_shards(np.split(padded, shards))))[:rows]
+        return of_shards(np.split(padded, shards))
 
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
         if self._calls_host:
             experts.raise_failed()
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float32)
 
 
 def _numbers(*shape: int) -> jax.ShapeDtypeStruct:

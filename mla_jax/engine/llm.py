@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,15 +21,18 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine import updating
 from mla_jax.engine.bar import Bar
+from mla_jax.engine.cached_tokens import cached_tokens
 from mla_jax.engine.compressing import Compressing
 from mla_jax.engine.core.compressed import CompressedContext, read_context
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
+from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.core.worker import Worker
+from mla_jax.engine.looking import capture_of, captured_bytes
 from mla_jax.engine.opening.explain import explain, explain_programs
 from mla_jax.engine.opening.opened import Opened, opened_of
 from mla_jax.engine.policy.choose import policy_of
@@ -37,8 +40,10 @@ from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.engine.reader import Reader, TokenReading
 from mla_jax.engine.request_groups import Served
+from mla_jax.engine.streams import Stream
 from mla_jax.engine.text import files_of
 from mla_jax.hosts import distributed
+from mla_jax.model.capture import Capture
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
@@ -203,7 +208,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         context: CompressedContext | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> Stream:
         """Continues one prompt once and yields text as soon as it is final; the last chunk has a finish reason.
 
         Several streams may be read alternately, and `generate` called meanwhile: all go through one engine. `last_stats` has the
@@ -212,7 +217,8 @@ class LLM:
         if isinstance(params, SamplingParams) and params.n > 1:
             raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
         (request,) = self.requests([prompt], params, context)
-        return self._stream(request)
+        opened: list[Reader] = []
+        return Stream(self._stream(request, opened), opened, self._cache_of)
 
     def requests(self, prompts: Any, params: Any, context: CompressedContext | None = None) -> list[Request]:
         """As `inputs.requests`, which makes them; a context must be one of this LLM."""
@@ -273,6 +279,38 @@ class LLM:
         array = np.asarray(self.inputs.token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
         return self._worker.call(functools.partial(self._logits, array))
+
+    @_named
+    def forward(
+        self,
+        tokens: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        hidden: Sequence[int] = (),
+        lens: Sequence[int] = (),
+        attention: Sequence[int] = (),
+        router: bool = False,
+        cache: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """The logits of token sequences `[B T]`, and further arrays of the L layers on the way, by name; float32.
+
+        | name | asked by | shape |
+        |---|---|---|
+        | logits | | `[B T W]` |
+        | hidden | `hidden`, n layers | `[n B T D]`, the layer's input; of L the last layer's output, before the last norm |
+        | lens | `lens`, n layers | `[n B T W]`, the logits of these states (logit lens) |
+        | attention | `attention`, n layers | `[n B N T S]`, N heads' weights of S = T tokens, each row's sum 1 |
+        | experts, expert_weights | `router` | `[m B T K]`, int32 ids and weights of the m layers with experts |
+        | c_kv, k_pe | `cache` | `[L B T R]`, `[L B T E]`, latents and rotary keys with RoPE |
+
+        Attention is that of the form that the LLM was opened with. Raises BadRequest for layers that are not there, DoesNotFit
+        before anything takes memory that the plan does not leave."""
+        self._refuse_several("forward", "take one process")
+        capture = capture_of(self.config, hidden, lens, attention, router, cache)
+        self._refresh()
+        array = np.asarray(self.inputs.token_block(tokens), np.int32)
+        rows, length = array.shape
+        self._refuse_logits(rows, length, captured_bytes(self.model, capture, rows, length))
+        return self._worker.call(functools.partial(self._captured, array, capture))
 
     @_named
     def compress(
@@ -387,9 +425,16 @@ class LLM:
         self._refuse_followers()
         self._worker.call(lambda: self._warm_up(grammars))
 
-    def _stream(self, request: Request) -> Iterator[Chunk]:
+    def _cache_of(self, job: Job) -> dict[str, np.ndarray]:
+        """The cached tokens of a job that runs."""
+        self._refuse_several("the cache of a request", "take one process")
+        assert isinstance(self.engine, Engine)
+        return self._worker.call(functools.partial(cached_tokens, job, self.engine.device))
+
+    def _stream(self, request: Request, opened: list[Reader]) -> Generator[Chunk]:
         news = threading.Event()
         (reader,) = self.submit([request], lambda _: news.set(), streams=True)
+        opened.append(reader)
         try:
             while not reader.done:
                 chunk = reader.read()
@@ -408,6 +453,12 @@ class LLM:
     def _logits(self, tokens: np.ndarray) -> np.ndarray:
         with self._memory_explained():
             found = self.engine.logits(tokens)
+        self._programs.check()
+        return found
+
+    def _captured(self, tokens: np.ndarray, capture: Capture) -> dict[str, np.ndarray]:
+        with self._memory_explained():
+            found = self._programs.captured_of(tokens, capture)
         self._programs.check()
         return found
 
@@ -506,9 +557,9 @@ class LLM:
         """Bytes that the weights leave free."""
         return self.plan.available - self.plan.weights
 
-    def _refuse_logits(self, rows: int, tokens: int) -> None:
-        """Raises DoesNotFit before the logits of `rows` sequences of `tokens` tokens take any memory."""
-        needed = logits_bytes(self.model, rows, tokens)
+    def _refuse_logits(self, rows: int, tokens: int, captured: int = 0) -> None:
+        """Raises DoesNotFit before the logits of `rows` sequences of `tokens` tokens, and `captured` bytes, take any memory."""
+        needed = logits_bytes(self.model, rows, tokens) + captured
         if needed > self._room:
             raise DoesNotFit(
                 f"the logits of {rows:,} x {tokens:,} tokens do not fit",

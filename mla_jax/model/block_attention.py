@@ -95,7 +95,23 @@ class ChosenTokens(NamedTuple):
         return _finish(*_scored(of_block, cached, seen[:, None, None])[1:])
 
 
-HeldTokens = StepCache | ChosenTokens  # what a form attends to
+class RecordedStep(NamedTuple):
+    """As a StepCache without a cache; the weights of its attention are written to `found`."""
+
+    new: Cached
+    step: Bool[Array, "B T 1 S"]
+    reads: Any
+    found: dict[str, Array]
+
+    def attend(self, of_block: OfBlock) -> Float[Array, "B T N V"]:
+        """The softmax of all scores times all values."""
+        scores, _ = of_block(self.reads(self.new))
+        _, weights, total = masked_exp(scores, self.step)
+        self.found["attention"] = (weights / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)
+        return StepCache(self.new, None, self.step, self.reads).attend(of_block)
+
+
+HeldTokens = StepCache | ChosenTokens | RecordedStep  # what a form attends to
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:

@@ -264,6 +264,12 @@ class MoE(nnx.Module):
             return beside, load, Delayed(y)
         return y.reshape(x.shape) + beside, load, pending
 
+    def routing(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> dict[str, Array]:
+        """The experts `[B T K]` that each token goes to, and their weights, as `__call__` chooses them."""
+        chosen = self.router(x.reshape(-1, x.shape[-1]), mask.reshape(-1))
+        ids, weights = (each.reshape(*mask.shape, -1) for each in chosen)
+        return {"experts": ids, "expert_weights": weights}
+
 
 class MLP(nnx.Module):
     """A gated feed-forward layer of the width that `axis` names."""

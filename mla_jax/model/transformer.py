@@ -18,6 +18,7 @@ from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
 from mla_jax.model.attention_scores import Watch
+from mla_jax.model.capture import Capture, LayerCapture
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.indexer import Picks
 from mla_jax.model.kernels import linear
@@ -49,6 +50,7 @@ class Block(nnx.Module):
         layer: Layer | None,
         plan: StepPlan,
         chosen: Picks = None,
+        capture: LayerCapture = LayerCapture(),  # noqa: B008  (immutable)
     ):
         """Returns `((x, pending, chosen), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers.
 
@@ -57,7 +59,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             if plan.watch is None:
                 edits = plan.retrieving, plan.choosing, chosen
-                y, layer, chosen = self.attn(normed, layer, plan.form, plan.shared, plan.turns, *edits)
+                form = capture.over(plan.form, found)
+                y, layer, chosen = self.attn(normed, layer, form, plan.shared, plan.turns, *edits)
             else:
                 assert layer is not None, "what is watched attends to what is cached"
                 y, found["watched"] = self.attn.watched(
@@ -69,6 +72,7 @@ class Block(nnx.Module):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
             load = left = None
             if isinstance(self.mlp, MoE):
+                found |= self.mlp.routing(y, batch.mask) if capture.router else {}
                 y, load, left = self.mlp(y, batch.mask, plan.experts)
             else:
                 y = self.mlp(y)
@@ -82,13 +86,14 @@ class Block(nnx.Module):
 
 
 def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool, remat: bool) -> Callable:
-    """A function of a block's graph, whether it attends to all pages, its weights, input, cache and number.
+    """A function of a block's graph, whether it attends to all pages, its capture, weights, input, cache and number.
 
     Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls. `remat`: as Dispatch has it."""
 
     def layer_of(
         graph: Any,
         reads_all: bool,
+        capture: LayerCapture,
         weights: Any,
         x: Array,
         pending: Any,
@@ -98,10 +103,10 @@ def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool, remat: bool) 
     ):
         mine = plan.of_layer(number)
         mine = mine.attending_to_all() if reads_all else mine
-        return nnx.merge(graph, weights)(x, pending, batch, layer, mine, chosen)
+        return nnx.merge(graph, weights)(x, pending, batch, layer, mine, chosen, capture)
 
-    function = jax.checkpoint(layer_of, static_argnums=(0, 1)) if remat else layer_of
-    return jax.jit(function, static_argnums=(0, 1)) if traced else function
+    function = jax.checkpoint(layer_of, static_argnums=(0, 1, 2)) if remat else layer_of
+    return jax.jit(function, static_argnums=(0, 1, 2)) if traced else function
 
 
 class Transformer(nnx.Module):
@@ -133,31 +138,53 @@ class Transformer(nnx.Module):
         *,
         collect: bool = False,
         watch: Watch | None = None,
+        capture: Capture | None = None,
     ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
         """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a pool the tokens attend to each other alone, as in training. With a `watch` they are in the pool already, which
-        stays unchanged, and its result for each layer is collected."""
+        stays unchanged, and its result for each layer is collected. A `capture`, without a pool, is collected by name."""
         if watch is None or pool is None:
             plan = self.dispatch.step(self, batch, pool)
         else:
             assert isinstance(batch, Batch), "one kind of tokens is watched"
             plan = self.dispatch.watching(self, batch, pool, watch)
-        x, pending, chosen, aux = self.embedded(tokens), None, None, {}
+        x, pending, chosen, aux, states = self.embedded(tokens), None, None, {}, []
         apply = _block_function(plan, batch, isinstance(x, Tracer), self.dispatch.remat)
         for i, block in enumerate(self.layers):
             (graph, weights), reads_all = nnx.split(block), self.dispatch.attends_to_all(i)
             with jax.named_scope(f"layer_{i}"):
                 mine = self.layer_of(pool, i), jnp.int32(i)
                 below = None if block.attn.indexer is not None else chosen
+                layer_capture = LayerCapture() if capture is None else capture.of_layer(i)
+                states.append(x)
                 (x, pending, chosen), layer, found = apply(
-                    graph, reads_all, weights, x, pending, below, *mine
+                    graph, reads_all, layer_capture, weights, x, pending, below, *mine
                 )
             pool = None if layer is None else layer.pool
             for name, value in found.items():
                 aux.setdefault(name, []).append(value)
-        hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
+        states.append(settle(x, pending))
+        hidden = self.normed(states[-1])
+        if capture is not None:
+            return hidden, pool, self._captured(states, aux, capture)
         return hidden, pool, aux if collect or watch else {}
+
+    def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of `unembed`, of the last layer's output."""
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+
+    def _captured(
+        self, states: list[Array], aux: dict[str, list[Array]], capture: Capture
+    ) -> dict[str, list[Array]]:
+        """By name, in the order that was asked for; `states` are the layers' inputs and the last one's output."""
+        shown = sorted(set(capture.attention))
+        found = {name: layers for name, layers in aux.items() if name != "load"} | {
+            "hidden": [states[i] for i in capture.hidden],
+            "lens": [self.unembed(self.normed(states[i])) for i in capture.lens],
+            "attention": [aux["attention"][shown.index(i)] for i in capture.attention],
+        }
+        return {name: layers for name, layers in found.items() if layers}
 
     def layer_of(self, pool: Pool | None, index: int | Int[Array, ""]) -> Layer | None:
         """The part of the pool that belongs to a layer; those of MTP come after the model's."""

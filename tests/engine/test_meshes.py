@@ -14,6 +14,7 @@ from models import FAMILIES, tensors, write
 from serving import answer, evicting_engine
 from weights import fp8
 
+from mla_jax import LLM
 from mla_jax.base.axes import parse_mesh
 from mla_jax.cache.evict import BUDGET_RULES
 from mla_jax.cache.evict import EVICTION_POLICIES as EVICTING
@@ -200,6 +201,18 @@ def test_rows_that_read_some_pages_give_the_tokens_of_one_device(folder_of, poli
 def test_rows_that_are_preempted_give_the_tokens_of_one_device(folder_of, expected):
     programs = Programs(on(load(folder_of("v3")), "data=2,tensor=2"))
     assert answer(plainly(programs), *requests(), preempt_every=3) == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "context=2"])
+def test_a_forward_pass_shows_what_one_device_shows(folder_of, mesh):
+    tokens = np.arange(3, 24).reshape(3, 7)
+    asked = {"hidden": [0, LAYERS], "lens": [1], "attention": [1, 0], "router": True, "cache": True}
+    alone, spread = (LLM(folder_of("v3"), dtype="float32", mesh=each).forward(tokens, **asked) for each in (None, mesh))
+    assert alone.keys() == spread.keys()
+    for name, array in alone.items():
+        assert array.shape == spread[name].shape
+        assert np.abs(array - spread[name]).max() <= 1e-4 * np.abs(array).max(), name
 
 
 def cached_bytes(array) -> set[int]:

@@ -64,6 +64,13 @@ def logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
+def inside(model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states `[L + 1 B T D]`, the last one normed, and weights of attention `[L B N T S]`."""
+    found = model(torch.tensor(tokens), output_hidden_states=True, output_attentions=True)
+    return torch.stack(found.hidden_states).numpy(), torch.stack(found.attentions).numpy()
+
+
+@torch.no_grad()
 def greedy(model, prompt: list[int], steps: int) -> list[int]:
     """`steps` tokens, end tokens treated as any other."""
     model.generation_config.eos_token_id = None

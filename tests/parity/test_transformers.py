@@ -132,6 +132,18 @@ def step_by_step(model, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
+@pytest.mark.parametrize("family", DECODED)
+def test_what_a_forward_pass_shows_is_what_theirs_returns(both, family):
+    """Hidden states between layers, and every head's attention."""
+    oracle, theirs, folder = both(family, 0)
+    tokens, layers = np.array(prompts(config_of(folder), [21, 21])), config_of(folder)["num_hidden_layers"]
+    states, weights = oracle.inside(theirs, tokens)
+    with LLM(folder, dtype="float32") as llm:
+        found = llm.forward(tokens, hidden=range(layers), attention=range(layers))
+    assert relative(found["hidden"], states[:layers]) <= 1e-4
+    assert np.abs(found["attention"] - weights).max() <= 1e-5
+
+
 @pytest.mark.parametrize("family", ["v3", "glm_4_7_flash"])
 def test_the_mtp_layer_agrees(both, tmp_path, family):
     oracle, hf = both(family, 0)[0], models.FAMILIES[family]
