@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from weights import parameters
 
 from mla_jax.weights.load import load
@@ -19,6 +20,11 @@ def test_a_model_is_trained_serves_its_new_weights_and_is_saved(tmp_path, monkey
     assert float(loss) < 0.5
     assert "return 'good morning, ' + name" in answer
     parameters.assert_equal(load(tmp_path / "greeting"), names["llm"].model)
+
+
+@pytest.mark.parametrize("page", ["looking_inside.md", "your_own_logits.md"])
+def test_the_code_of_a_page_runs(page):
+    script(page)
 
 
 def script(page: str) -> dict[str, Any]:
