@@ -19,46 +19,41 @@ from convert.progress import Bar
 from convert.tensors import DTYPE_NAMES, QUANTIZED, Parts, cut, nbytes, plain, unsound_in
 from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes
-from mla_jax.base.config import CONFIG_BYTES, Config
-from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
+from mla_jax.base.config import CONFIG_BYTES
+from mla_jax.base.errors import BadFile, DoesNotFit
 from mla_jax.base.files import read_json
 from mla_jax.base.limits import gib
-from mla_jax.base.qtensor import format_of
-from mla_jax.base.quantization import read_quantization
-from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.hf_names import table_of
-from mla_jax.weights.layouts import Field, FileLayout, layout_of
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
 from mla_jax.weights.orbax_store import refuse_foreign, writing
+from mla_jax.weights.released import SETTINGS, Stored, as_stored, refusal_of
 from mla_jax.weights.safetensors import STORED_DTYPES
-from mla_jax.weights.save import complete, write_tensors
+from mla_jax.weights.save import FILE_BYTES, complete, file_name, in_files, write_tensors
 
-FILE = 4 << 30  # most bytes of weights in one file, except of a single larger parameter
 JOURNAL = "conversion.json"
+ADVICE = "use --dtype bf16 or --dtype f32"
 READERS = 3  # parameters in memory at a time: one is written while the others are read
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder; packed ones have a `layout` there."""
+    """A parameter of the model (`uk` includes `uv`), its tensors in a released folder, and how each is stored."""
 
     path: str
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # of each tensor
-    format: str
+    stored: Stored
     copies: tuple[str, ...]  # names of tensors that repeat it
-    layout: FileLayout | None
 
     @property
     def nbytes(self) -> int:
-        return (len(self.names) + len(self.copies)) * nbytes(self.format, self.shape)
+        return (len(self.names) + len(self.copies)) * nbytes(self.stored.format, self.stored.shape)
 
 
 def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonfinite: bool) -> int:
     """Prints the plan; unless it is a dry run, writes the folder. Returns the exit code."""
-    files = _files(_items(checkpoint, dtype))
+    files = in_files(_items(checkpoint, dtype), FILE_BYTES)
     source, total = checkpoint.source, _total(files)
     needed = peak(checkpoint, files)
     memory = f"memory    at most {gib(needed)} of {gib(available())}"
@@ -107,9 +102,10 @@ def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
     for item in (item for file in files for item in file):
         source = checkpoint.sources[item.path]
         stored = sum(checkpoint.source.tensors[name].nbytes for name in source.names)
-        raw = stored * (item.format != checkpoint.format_of(source))
-        copies = max(checkpoint.copies, item.layout.copies if item.layout else 0)
-        moved = READERS * copies * nbytes(item.format, item.shape)
+        raw = stored * (item.stored.format != checkpoint.format_of(source))
+        layout = item.stored.layout
+        copies = max(checkpoint.copies, layout.copies if layout else 0)
+        moved = READERS * copies * nbytes(item.stored.format, item.stored.shape)
         most = max(most, READERS * (item.nbytes + min(stored, BATCH)) + raw + moved)
     return held() + LIBRARIES + COMPILER + most
 
@@ -146,80 +142,26 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
         shape = axes.shape(config, target.axes)
-        layout = None if format in PLAIN_DTYPES else _layout(config, format, shape, path)
-        found.append(Item(path, target.names, shape, format, same, layout))
+        found.append(Item(path, target.names, as_stored(config, format, shape, path, ADVICE), same))
     return found
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
     """The format to write; raises Unsupported for those that are quantised here, of which no released folder is made."""
     if dtype in QUANTIZED:
-        raise _refusal(dtype, path)
+        raise refusal_of(dtype, path, ADVICE)
     if dtype == "keep":
         return stored
     return "F32" if exact else DTYPE_NAMES[dtype]
 
 
-def _refusal(format: str, path: str) -> Unsupported:
-    advice = "use --dtype bf16 or --dtype f32"
-    return Unsupported(f"a Hugging Face folder cannot hold {format}", f"as {path} is", advice)
-
-
-def _layout(config: Config, format: str, shape: tuple[int, ...], path: str) -> FileLayout:
-    """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has.
-
-    Codes that were quantised here and do not fill their groups are refused too: compressed-tensors has none such."""
-    found, columns = config.quantization_config, format_of(format).block[1] or shape[-1]
-    if found is None and (format == "fp8_block" or shape[-1] % columns == 0):
-        found = read_quantization(SETTINGS.get(format))
-    layouts = map(layout_of, found.schemes if found else ())
-    layout = next((layout for layout in layouts if layout.format == format), None)
-    if layout is None:
-        raise _refusal(format, path)
-    return layout
-
-
-def _compressed(group: int) -> dict[str, Any]:
-    """The settings of compressed-tensors for symmetric codes of four bits, as mla-convert makes them."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    form = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-    }
-    return {**form, "config_groups": groups, "ignore": ["lm_head", "re:.*(kv_b_proj|eh_proj|mlp\\.gate)$"]}
-
-
-SETTINGS = {  # of weights that mla-convert quantised, for which the config has none
-    "fp8_block": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    },
-    "int4_g32": _compressed(32),
-    "int4_g128": _compressed(128),
-}
-
-
 def _describe(folder: Path, files: list[list[Item]]) -> None:
     """Says in config.json how weights are packed, if nothing there does."""
-    packed = {item.format for file in files for item in file if item.layout is not None}
+    packed = {item.stored.format for file in files for item in file if item.stored.layout is not None}
     config = read_json(folder / "config.json", CONFIG_BYTES)
     if packed and config.get("quantization_config") is None:
         config["quantization_config"] = SETTINGS[packed.pop()]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _files(items: list[Item]) -> list[list[Item]]:
-    """The parameters of each file: at most FILE bytes, or a single parameter."""
-    files: list[list[Item]] = [[]]
-    for item in items:
-        if files[-1] and sum(i.nbytes for i in files[-1]) + item.nbytes > FILE:
-            files.append([])
-        files[-1].append(item)
-    return files
 
 
 def _write(
@@ -230,7 +172,7 @@ def _write(
     index: dict[str, str] = {}
     with interrupts() as stop:
         for i, file in enumerate(files):
-            name = _file_name(i, len(files))
+            name = file_name(i, len(files))
             specs = dict(spec for item in file for spec in _specs(item, checkpoint.source.scales))
             if not (folder / name).exists():
                 parameters = _parameters(
@@ -246,12 +188,6 @@ def _write(
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         with writing(folder, "all its weights"):
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _file_name(i: int, count: int) -> str:
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _show(bar: Bar, before: int, total: int, i: int, count: int, written: int) -> None:
@@ -288,32 +224,7 @@ def _ahead(read: Callable[[Item], Any], items: list[Item]) -> Iterator[Any]:
 def _specs(item: Item, scales: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """The name, dtype and shape of each tensor to write."""
     for name in (*item.names, *item.copies):
-        if item.layout is None:
-            yield name, (item.format, item.shape)
-            continue
-        module = name.removesuffix(".weight")
-        for field in item.layout.fields:
-            yield f"{module}.{field.name}", (_dtype(field, scales), field.shape(item.shape))
-        if item.layout.sizes is not None:
-            yield f"{module}.{item.layout.sizes}", ("I64", (2,))
-
-
-def _dtype(field: Field, scales: str) -> str:
-    """The dtype of a tensor: that of the source's `scales` where the layout leaves it open."""
-    return scales if scales in field.dtypes else field.dtypes[0]
-
-
-def _tensors(name: str, parts: Parts, item: Item, scales: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a piece of a parameter, by their names."""
-    if item.layout is None:
-        yield name, parts[0]
-        return
-    module, arrays = name.removesuffix(".weight"), item.layout.pack(parts, item.shape)
-    for field, array in zip(item.layout.fields, arrays, strict=True):
-        array = array.T if field.transposed else array
-        yield f"{module}.{field.name}", array.astype(STORED_DTYPES[_dtype(field, scales)], copy=False)
-    if item.layout.sizes is not None:
-        yield f"{module}.{item.layout.sizes}", np.array(item.shape)
+        yield from item.stored.specs(name, scales)
 
 
 def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarray]], int]:
@@ -325,7 +236,7 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
         pieces = [tuple(part[x] for part in pieces[0]) for x in range(len(item.names))]
     named = zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True)
     scales = checkpoint.source.scales
-    return [tensor for name, parts in named for tensor in _tensors(name, parts, item, scales)], unsound
+    return [tensor for name, parts in named for tensor in item.stored.tensors(name, parts, scales)], unsound
 
 
 def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:
@@ -333,12 +244,16 @@ def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tupl
     if item.path.endswith("attn.uk") and source.names != checkpoint.sources[_other_half(item.path)].names:
         yield _joined(item, checkpoint)
         return
-    stored, shape = checkpoint.format_of(source), item.shape
+    stored, shape = checkpoint.format_of(source), item.stored.shape
     if len(item.names) > len(source.pieces):  # one piece has all experts
         shape = (len(item.names), *shape)
     for piece in source.pieces:
         raw = tuple(cut(source)(part, checkpoint.config) for part in checkpoint.source.read(*piece))
-        parts = raw if stored == item.format else (plain(raw, stored, shape, STORED_DTYPES[item.format]),)
+        parts = (
+            raw
+            if stored == item.stored.format
+            else (plain(raw, stored, shape, STORED_DTYPES[item.stored.format]),)
+        )
         yield parts, unsound_in(raw, stored)
 
 
@@ -355,6 +270,8 @@ def _joined(item: Item, checkpoint: Checkpoint) -> tuple[Parts, int]:
         raw = checkpoint.source.read(source.names[0])
         unsound += unsound_in(raw, entry.format)
         halves.append(
-            source.part(plain(raw, entry.format, entry.shape, STORED_DTYPES[item.format]), checkpoint.config)
+            source.part(
+                plain(raw, entry.format, entry.shape, STORED_DTYPES[item.stored.format]), checkpoint.config
+            )
         )
-    return (np.concatenate(halves, axis=1).reshape(item.shape),), unsound
+    return (np.concatenate(halves, axis=1).reshape(item.stored.shape),), unsound

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,6 +19,7 @@ from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
+from mla_jax.engine import updating
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.cached_tokens import cached_tokens
 from mla_jax.engine.compressing import Compressing
@@ -40,13 +41,16 @@ from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.engine.reader import Reader, TokenReading
 from mla_jax.engine.request_groups import Served
 from mla_jax.engine.streams import Stream
+from mla_jax.engine.text import files_of
 from mla_jax.hosts import distributed
 from mla_jax.model.capture import Capture
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.text.stream import TextStream
+from mla_jax.weights.held import HeldWeights
 from mla_jax.weights.load import Progress
+from mla_jax.weights.save import save
 from mla_jax.weights.temporaries import logits_bytes
 
 BAR_SECONDS = 0.5  # after which a bar is drawn again, if nothing has come
@@ -91,6 +95,7 @@ class LLM:
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
         self._formats, self._routing = opened.formats(), opened.routing()
+        self._source = opened.checkpoint.source
         self._processes = opened.processes
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
@@ -345,10 +350,54 @@ class LLM:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def trainable(self) -> Transformer:
-        """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
+    def trainable(self, *, remat: bool = False) -> Transformer:
+        """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens.
+
+        With `remat` a layer's activations are computed again for its gradients, and only its input is kept in memory."""
         self._refuse_several("trainable", "take one process")
-        return trainable(self.model)
+        return trainable(self.model, remat)
+
+    def update(self, weights: Any) -> None:
+        """Serves other weights from now on: a state of the tree of `nnx.state(llm.trainable(), nnx.Param)`, of floating-point
+        arrays on any devices, or of numpy.
+
+        They are cast or quantised to the formats of the weights that they replace, and laid out as these are; meanwhile requests
+        wait. No program is compiled anew. Then requests that have begun are finished with the earlier weights, and so are those
+        behind a compressed context; the others begin with the new ones. Pages of earlier prompts are forgotten.
+
+        Raises BadRequest for another tree, another shape, and NaN or infinity; Unsupported for packed formats that are only read,
+        experts on the CPU and several processes. Nothing is changed then. Until it returns, both weights are in memory."""
+        self._refuse_several("update", "take one process")
+        updating.update(self, weights)
+
+    @contextlib.contextmanager
+    def with_weights(self, weights: Any) -> Iterator["LLM"]:
+        """Serves other weights within, as `update` does, and the earlier ones, bit for bit, afterwards.
+
+        All who call this LLM meanwhile get the others. Both weights stay in memory."""
+        self._refuse_several("with_weights", "take one process")
+        before = updating.update(self, weights)
+        try:
+            yield self
+        finally:
+            updating.exchange(self, before)
+
+    def save(self, folder: str | Path, *, dtype: str | None = None) -> None:
+        """Writes the weights that are served now into a new folder, with the names of released checkpoints, config.json, and the
+        tokenizer's files. transformers opens it, and so does `LLM`, with equal logits. A model that was opened without drafts has
+        no MTP layer.
+
+        `dtype` None keeps each weight as it is held; "bfloat16" and "float32" write numbers. The folder appears once it is
+        complete. Raises BadFile for a folder that is not empty; Unsupported for packed formats that such a folder does not have,
+        experts on the CPU and several processes; DoesNotFit for a full disk."""
+        self._refuse_several("save", "take one process")
+        self._refresh()
+        save(
+            self._worker.call(lambda: HeldWeights.of(self.model)),
+            folder,
+            dtype=dtype,
+            others=files_of(self._source),
+        )
 
     def explain(self) -> str:
         """Lines on the placement of the work and the reasons."""
@@ -468,16 +517,16 @@ class LLM:
             raise Unsupported(
                 "the model's parameters were changed in one of several processes", "take one process"
             )
-        self._worker.call(self._take_weights)
+        self._worker.call(lambda: self._take_weights(self.engine.reset))
 
     @functools.cached_property
     def _compressing(self) -> Compressing:
         return Compressing(self)
 
-    def _take_weights(self) -> None:
+    def _take_weights(self, forget: Callable[[], None]) -> None:
         if self._programs.weights.refresh():
             self.__dict__.pop("_compressing", None)
-            self.engine.reset()
+            forget()
 
     def _refuse_several(self, what: str, advice: str) -> None:
         if self._processes is not None:

@@ -98,7 +98,7 @@ class Dispatch:
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
     steps attend to some of the cached pages. On a mesh of this `layout` each device has a part of the model, and
-    tokens reach their experts by an `exchange`, or "auto"."""
+    tokens reach their experts by an `exchange`, or "auto". With `remat` a layer keeps its input alone for its gradients."""
 
     attention: str = "auto"
     experts: str = "auto"
@@ -109,6 +109,7 @@ class Dispatch:
     retrieval: Retrieval | None = None
     layout: Layout = ONE
     exchange: str = "auto"
+    remat: bool = False
 
     def step(self, model: "Transformer", batch: AnyBatch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""

@@ -86,10 +86,10 @@ class Block(nnx.Module):
         return y if self.residual_scale == 1 else y * self.residual_scale
 
 
-def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
+def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool, remat: bool) -> Callable:
     """A function of a block's graph, whether it attends to all pages, its capture, weights, input, cache and number.
 
-    Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls."""
+    Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls. `remat`: as Dispatch has it."""
 
     def layer_of(
         graph: Any,
@@ -106,7 +106,8 @@ def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
         mine = mine.attending_to_all() if reads_all else mine
         return nnx.merge(graph, weights)(x, pending, batch, layer, mine, chosen, capture)
 
-    return jax.jit(layer_of, static_argnums=(0, 1, 2)) if traced else layer_of
+    function = jax.checkpoint(layer_of, static_argnums=(0, 1, 2)) if remat else layer_of
+    return jax.jit(function, static_argnums=(0, 1, 2)) if traced else function
 
 
 class Transformer(nnx.Module):
@@ -150,7 +151,7 @@ class Transformer(nnx.Module):
             assert isinstance(batch, Batch), "one kind of tokens is watched"
             plan = self.dispatch.watching(self, batch, pool, watch)
         x, pending, chosen, aux, states = self.embedded(tokens), None, None, {}, []
-        apply = _block_function(plan, batch, isinstance(x, Tracer))
+        apply = _block_function(plan, batch, isinstance(x, Tracer), self.dispatch.remat)
         for i, block in enumerate(self.layers):
             (graph, weights), reads_all = nnx.split(block), self.dispatch.attends_to_all(i)
             with jax.named_scope(f"layer_{i}"):

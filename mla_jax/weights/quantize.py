@@ -2,6 +2,7 @@
 
 Dequantising belongs to the QTensor's format. Of GGUF's types Q4_K alone is written."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 from jaxtyping import Float
 
 from mla_jax.base.errors import BadFile, Unsupported, printable
-from mla_jax.base.qtensor import QTensor, validated
+from mla_jax.base.qtensor import BY_COLUMN, QTensor, format_of, validated
+from mla_jax.base.quantization import Quantization
 from mla_jax.offload.pack import gguf_blocks_of
 
 E4M3_MAX = 448.0
@@ -62,6 +64,20 @@ def _power_of_two_above(scale: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).astype(np.float32)
 
 
+def fp8_rows(w: Matrices) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 weights `[*X N K]` and a float32 scale per row, `[*X N]`; raises BadFile if a weight is not finite."""
+    codes, scale = fp8_blocks(w, (1, w.shape[-1]))
+    return codes, scale[..., 0]
+
+
+def fp8_columns(w: Matrices, columns: int, ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 weights `[*X N K]` and a float32 scale per column, `[*X K]`, the same for as many `columns` as a block has.
+
+    Raises BadFile if a weight is not finite."""
+    codes, scale = fp8_blocks(w, (w.shape[-2], columns), ue8m0)
+    return codes, np.repeat(scale[..., 0, :], columns, axis=-1)[..., : w.shape[-1]]
+
+
 def int8_rows(w: Matrices) -> tuple[np.ndarray, np.ndarray]:
     """Signed bytes `[*X N K]`, -127 to 127, and a float32 scale per row, `[*X N]`; raises BadFile if a weight is not finite."""
     w = np.asarray(w, np.float32)
@@ -95,14 +111,6 @@ def _int4(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return (codes + 8).astype(np.uint8), scale, error
 
 
-QUANTIZERS = {
-    "fp8_block": fp8_blocks,
-    "int8": int8_rows,
-    "int4_g32": partial(int4_groups, group=32),
-    "int4_g128": partial(int4_groups, group=128),
-}
-
-
 def q4_k_blocks(w: Matrices) -> tuple[np.ndarray]:
     """GGUF's blocks `[*X N K/256 144]`. Raises BadFile if a weight is not finite, or K no multiple of 256."""
     try:
@@ -111,13 +119,45 @@ def q4_k_blocks(w: Matrices) -> tuple[np.ndarray]:
         raise BadFile("weights cannot be quantised", str(e)) from e
 
 
+QUANTIZERS = {
+    "fp8_block": fp8_blocks,
+    "int8": int8_rows,
+    "int4_g32": partial(int4_groups, group=32),
+    "int4_g128": partial(int4_groups, group=128),
+}
 QUANTIZERS_OF_BLOCKS = {"Q4_K": q4_k_blocks}  # of rows in whole blocks
+Quantizer = Callable[[Matrices], tuple[np.ndarray, ...]]
+
+
+def quantizer_of(format: str, quantization: Quantization | None = None) -> Quantizer:
+    """Makes the parts of a QTensor of `format`; in FP8 as a checkpoint with this `quantization` has them.
+
+    Raises Unsupported for formats that are only read."""
+    known = QUANTIZERS | QUANTIZERS_OF_BLOCKS
+    found = quantization or Quantization()
+    ue8m0 = found.scale_fmt == "ue8m0"
+    if format.startswith("fp8_block"):
+        return partial(fp8_blocks, block=format_of(format).block, ue8m0=ue8m0)
+    if format == "fp8_row":
+        return fp8_rows
+    if format == BY_COLUMN:
+        return partial(fp8_columns, columns=block_columns(quantization), ue8m0=ue8m0)
+    if format not in known:
+        raise Unsupported(
+            f"quantising to {printable(format)} is not supported",
+            "known: " + ", ".join((*known, "fp8_row", BY_COLUMN)),
+        )
+    return known[format]
+
+
+def block_columns(quantization: Quantization | None) -> int:
+    """Columns that share a scale in blocks of FP8, such as kv_b_proj has."""
+    schemes = (quantization or Quantization()).schemes
+    blocks = (scheme.block for scheme in schemes if all(scheme.block))
+    return next(blocks, Quantization().schemes[0].block)[1]
 
 
 def quantize(w: Matrices, format: str) -> QTensor:
     """`w` as a QTensor on the default device; raises Unsupported for formats that are only read."""
-    known = QUANTIZERS | QUANTIZERS_OF_BLOCKS
-    if format not in known:
-        raise Unsupported(f"quantising to {printable(format)} is not supported", "known: " + ", ".join(known))
-    parts = tuple(jnp.asarray(part) for part in known[format](w))
+    parts = tuple(jnp.asarray(part) for part in quantizer_of(format)(w))
     return validated(QTensor(format, parts, tuple(w.shape)))

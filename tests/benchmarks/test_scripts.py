@@ -35,6 +35,7 @@ SMALL = {
     "ruler.py": [],
     "soak.py": [],
     "sparse_steps.py": [],
+    "updating.py": ["--formats", "bf16", "fp8_block"],
 }
 
 

@@ -49,7 +49,7 @@ def test_a_folder_of_several_files_comes_back_as_one_and_in_other_files(tmp_path
     source = released(tmp_path / "hf", "glm_4_7_flash", "fp8", shards=3)
     assert convert(source, tmp_path / "orbax") == 0
     for limit, several in ((1 << 30, False), (30_000, True)):
-        monkeypatch.setattr(export, "FILE", limit)
+        monkeypatch.setattr(export, "FILE_BYTES", limit)
         back = tmp_path / f"back{limit}"
         assert convert(tmp_path / "orbax", back, "--to", "hf") == 0
         assert_same_folder(back, source)

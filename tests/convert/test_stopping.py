@@ -28,7 +28,7 @@ def source(tmp_path):
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     monkeypatch.setattr(tensors, "STEP", 20_000)
-    monkeypatch.setattr(export, "FILE", 30_000)
+    monkeypatch.setattr(export, "FILE_BYTES", 30_000)
 
 
 def at_step(monkeypatch, number: int, act):
@@ -231,7 +231,7 @@ LIMITED = """
     import resource, sys
     from convert import export, tensors
     from convert.__main__ import main
-    tensors.STEP, export.FILE = 20_000, 30_000
+    tensors.STEP, export.FILE_BYTES = 20_000, 30_000
     limit = int(sys.argv.pop())
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import ml_dtypes
 import models
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from weights import fp8, parameters
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile
+from mla_jax.base.errors import BadFile, DoesNotFit
 from mla_jax.weights.load import load
 from mla_jax.weights.safetensors import STORED_DTYPES, read_header
 from mla_jax.weights.save import save, write_tensors
@@ -65,20 +66,39 @@ def test_a_model_read_from_fp8_is_written_without_a_claim_of_fp8(tmp_path):
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_folder_that_holds_a_model_or_a_part_of_one_is_left_alone(tmp_path, model, file):
     (tmp_path / file).write_text("mine")
-    with pytest.raises(BadFile, match="holds a model already"):
+    with pytest.raises(BadFile, match="is there already and not empty"):
         save(model, tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(file, "mine")]
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path, model, monkeypatch):
-    def full(tensors, path, metadata):
+    def full(path, specs, tensors):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mla_jax.weights.save.save_file", full)
+    monkeypatch.setattr("mla_jax.weights.save.write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         save(model, tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_its_disk_has_no_room_for_is_refused_before_anything_is_written(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(DoesNotFit, match="does not fit on its disk"):
+        save(model, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_models_are_several_files_with_an_index(tmp_path, model, monkeypatch):
+    save(model, tmp_path / "one", dtype="float32")
+    monkeypatch.setattr("mla_jax.weights.save.FILE_BYTES", 40_000)
+    save(model, tmp_path / "many", dtype="float32")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (tmp_path / "many").glob("*.safetensors")}
+    assert len(files) > 2
+    assert {name: file for file, some in files.items() for name in some} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(value.nbytes for some in files.values() for value in some.values())
+    parameters.assert_equal(load(tmp_path / "many"), load(tmp_path / "one"))
 
 
 def test_files_are_readable_as_the_umask_says(tmp_path, model):

@@ -66,6 +66,7 @@ class Engine:
         self.choice = ProgramChoice(self.device, self.drafting, self.policy)
         self.guiding = Guiding(self.choice, self.policy, grammars)
         self._compiles_ahead = compiles_ahead
+        self.draining = False  # no job begins
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
         self._least: dict[int, tuple[float, float]] = {}
@@ -87,6 +88,22 @@ class Engine:
             for number in range(self.programs.spread.shards)
         ]
         self._note()
+
+    def forget(self) -> None:
+        """Forgets everything in the pool; jobs stay, none of which has begun."""
+        assert not self.has_begun
+        jobs, waiting = self.jobs, self.waiting
+        for job in waiting:
+            job.matched = {}  # of the index that is forgotten
+        self.jobs = {}
+        self.reset()
+        self.jobs, self.waiting = jobs, waiting
+        self._note()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any job that is not done has been computed in part, or a pass is under way."""
+        return bool(self._flying) or any(job.has_begun for job in self.jobs.values())
 
     @property
     def rows(self) -> int:
@@ -263,7 +280,8 @@ class Engine:
 
     def _first_waiting(self) -> list[Job]:
         """As many as may start, and as many again: some of them may wait for a prefix."""
-        return self.waiting[: 2 * sum(len(shard.free_rows) for shard in self.shards)]
+        waiting = [job for job in self.waiting if job.has_begun] if self.draining else self.waiting
+        return waiting[: 2 * sum(len(shard.free_rows) for shard in self.shards)]
 
     def _waiting(self, job: Job, may_start: Collection[Job] | None) -> list[Waiting]:
         """The scheduler's view of a waiting job, in each shard."""

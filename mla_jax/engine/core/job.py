@@ -71,6 +71,11 @@ class Job:
         return self.reason is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it was admitted once, even if it waits again, or goes on behind a context that was read before."""
+        return self.starts > 0 or self.request.context is not None
+
+    @property
     def unread(self) -> int:
         return self.known - self.read
 

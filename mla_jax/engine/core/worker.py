@@ -10,11 +10,13 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from mla_jax.base.errors import BadRequest, Overloaded
+from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import FinishReason
@@ -40,6 +42,7 @@ class Worker:
         self._is_closed = self._is_stopped = False
         self._sent = 0  # jobs that were submitted and not taken in yet
         self._timed: list[Job] = []  # that have a time limit
+        self._between: deque[Message] = deque()  # for when no job is under way
         WORKERS.add(self)
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -62,6 +65,13 @@ class Worker:
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function()`, which may use the engine; raises what it raises."""
+        return self._sent_by(self._post, function)
+
+    def between(self, function: Callable[[], T]) -> T:
+        """As `call`, once no job is under way: those that have begun are finished first, and the others begin afterwards."""
+        return self._sent_by(lambda message: self._post(lambda: self._drain_for(message)), function)
+
+    def _sent_by(self, send: Callable[[Message], None], function: Callable[[], T]) -> T:
         self._refuse_closed()
         found: Future[T] = Future()
 
@@ -71,8 +81,22 @@ class Worker:
             except BaseException as e:
                 found.set_exception(e)
 
-        self._post(run)
+        send(run)
         return found.result()
+
+    def _drain_for(self, message: Message) -> None:
+        self._between.append(message)
+        self._alone.draining = True
+
+    def _next_between(self) -> None:
+        message = self._between.popleft()
+        self._alone.draining = bool(self._between)
+        message()
+
+    @property
+    def _alone(self) -> Engine:
+        assert isinstance(self.engine, Engine), "several processes do not drain"
+        return self.engine
 
     def close(self) -> None:
         """Ends all requests and takes no more. What is closed may be closed again."""
@@ -124,7 +148,7 @@ class Worker:
                 self._thread.start()
 
     def _run(self) -> None:
-        """Messages first, then a step; it ends where there is neither."""
+        """Messages first, then those that waited for the jobs under way, then a step; it ends where there is none of these."""
         try:
             while not self._has_ended():
                 self._do(self._next())
@@ -138,13 +162,17 @@ class Worker:
         try:
             return self._inbox.get_nowait()
         except queue.Empty:
-            return self._step
+            is_between = self._between and not self._alone.has_begun
+            return self._next_between if is_between else self._step
 
     def _has_ended(self) -> bool:
         with self._lock:
-            if self._is_stopped or (self._inbox.empty() and not self.engine.busy):
+            if self._is_stopped or self._is_idle():
                 self._thread = None
             return self._thread is None
+
+    def _is_idle(self) -> bool:
+        return self._inbox.empty() and not self._between and not self.engine.busy
 
     def _do(self, message: Message) -> None:
         """After an error all that wait for an answer get it, and the engine begins anew."""
