@@ -80,8 +80,8 @@ class StepPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """`attention` is "auto", one of mla.FORMS, or "fused", the kernel for a step's number of new tokens; `experts` is a backend or
-    "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
+    """`attention` is "auto", a name in mla.FORMS, or "fused", the kernel for a step's number of new tokens. `experts` is a
+    backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
 
-A form defines the cached arrays of a token and the attention over them; `register_form` adds one. All four use the same two weights, the halves of
-kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py multiplies by halves in FP8.
-They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes
-scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
+A form defines the cached arrays of a token and the attention over them; `register_form` adds one. All four use the same two
+weights, the halves of kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py
+multiplies by halves in FP8. They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares
+their costs. A form makes scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -103,8 +103,8 @@ def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Arr
 class Form(NamedTuple):
     """A row of a table of forms.
 
-    remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input. Forms with the same function
-    share a cache.
+    remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input. Forms with the same
+    function share a cache.
     attends(queries, held, up, scale) -> `[B T N V]`.
     prepare(batch, pool, config, block) -> the plan that all layers of a step share; `pool` is None without a cache.
     The softmax over the cache goes by blocks of about `block` slots, except in kernels.

@@ -136,8 +136,8 @@ BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 def register_backend(name: str, backend: Backend) -> None:
     """Adds an expert backend of your own to BACKENDS, or replaces it: `LLM(model, experts=name)` then computes by it.
 
-    `backend(x, topk_ids, topk_weights, experts) -> [n D]`, where `experts` are gate, up and down. Raises BadRequest for a name that
-    the library has, and for a value that cannot be called."""
+    `backend(x, topk_ids, topk_weights, experts) -> [n D]`, where `experts` are gate, up and down. Raises BadRequest for a name
+    that the library has, and for a value that cannot be called."""
     if not callable(backend):
         raise BadRequest(
             f"the backend {name} is {shown(backend)}", "expected a function such as mla_jax.model.moe.dense"

@@ -18,8 +18,8 @@ LATENTS = ("c_kv", "k_pe")  # by which policies score tokens and pages
 
 
 def check_form(name: str, config: Config, policies: Sequence[str] = ()) -> None:
-    """Raises BadRequest for a form whose arrays have other shapes than the cache and the layer take, Unsupported for policies that
-    need latents, which the form does not cache."""
+    """Raises BadRequest for a form whose arrays have other shapes than the cache and the layer take, and Unsupported for
+    `policies` that need latents, which the form does not cache."""
     cached, out = jax.eval_shape(lambda: _attended(name, config))
     if not isinstance(cached, dict) or not cached or not all(map(_is_of_tokens, cached.values())):
         raise BadRequest(

@@ -227,7 +227,7 @@ def test_names_are_those_that_the_model_computes_by():
     from mla_jax.model.mla import FORMS
     from mla_jax.model.moe import BACKENDS
 
-    assert declared.ATTENTION == ("auto", *FORMS, "fused")
+    assert ("auto", *FORMS, "fused") == declared.ATTENTION
     assert set(declared.EXPERTS) == {"auto", "host", *BACKENDS}
 
 

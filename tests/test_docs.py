@@ -1,0 +1,44 @@
+"""The Python of the docs' pages runs as it is written: the blocks of a page one after the other, in one namespace."""
+
+import re
+from pathlib import Path
+
+import pytest
+from own_names import own_names_go
+
+from mla_jax import LLM, AsyncLLM, Grammar  # noqa: F401  (the pages import these: what they compute decides)
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCKS = re.compile(r"```python\n(.*?)```", re.DOTALL)
+OPEN_A_MODEL = (
+    "looking_inside",
+    "gradients",
+    "your_own_form",
+    "your_own_policy",
+    "your_own_experts",
+    "many_callers",
+    "speculative_decoding",
+    "structured_answers",
+)
+YOUR_OWN = [page.stem for page in sorted(DOCS.glob("your_own_*.md"))]
+
+
+def blocks_of(page: str) -> list[str]:
+    return BLOCKS.findall((DOCS / f"{page}.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", ["kernels", *(pytest.param(page, marks=pytest.mark.deep("docs")) for page in OPEN_A_MODEL)])
+def test_the_python_of_a_page_runs(page):
+    blocks = blocks_of(page)
+    assert blocks
+    namespace = {"__name__": "__main__"}
+    with own_names_go():
+        for number, block in enumerate(blocks, 1):
+            exec(compile(block, f"{page}.md, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", YOUR_OWN)
+def test_a_page_on_your_own_part_is_short_runs_here_and_is_in_the_index(page):
+    assert len((DOCS / f"{page}.md").read_text("utf-8").splitlines()) <= 60
+    assert page in OPEN_A_MODEL
+    assert f"{page}.md" in (DOCS.parent / "mkdocs.yml").read_text("utf-8")
