@@ -190,13 +190,12 @@ class Program:
         future.add_done_callback(lambda done: self._started.pop(key, None) if done.exception() else None)
         return started
 
-    @property
-    def _store(self) -> ProgramStore | None:
-        """Where the program is stored; nowhere with policies of a user's own, whose code the file's name does not tell."""
-        return self.shared.store if is_ours(self.function.keywords) else None
+    def store_of(self, static: tuple = ()) -> ProgramStore | None:
+        """Where a program is stored; nowhere with code of a user's own, which the file's name does not tell."""
+        return self.shared.store if is_ours((self.function.keywords, static)) else None
 
     def _build(self, call: Call, traced: threading.Event) -> Built:
-        store = self._store
+        store = self.store_of(call.key.static)
         name = None if store is None else self._file(call.key, store)
         try:
             if store is not None and name is not None and store.has(name) and (found := store.load(name)):

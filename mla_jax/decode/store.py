@@ -165,7 +165,7 @@ def digest(*parts: str) -> str:
 def is_ours(value: Any) -> bool:
     """Whether the code of a value is the library's: of a function or an object, and of all that it is made of."""
     package = (getattr(value, "__module__", "builtins") or "").partition(".")[0]
-    return package in (*CODE, "builtins") and all(map(is_ours, _parts(value)))
+    return package in (*CODE, "builtins", "numpy") and all(map(is_ours, _parts(value)))
 
 
 def _parts(value: Any) -> Iterable[Any]:

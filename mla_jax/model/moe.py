@@ -130,7 +130,7 @@ def loop(
     return grouped.combine(y, chosen_weights(topk_ids, topk_weights, n_experts))
 
 
-BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
+BACKENDS: dict[str, Backend] = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 
 
 def register_backend(name: str, backend: Backend) -> None:
