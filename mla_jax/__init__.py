@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from mla_jax.base.grammar import Grammar
+    from mla_jax.base.logits_processor import LogitsProcessor
     from mla_jax.base.options import Evict, Options, SamplingParams
     from mla_jax.engine.async_llm import AsyncLLM
     from mla_jax.engine.core.compressed import CompressedContext
@@ -45,6 +46,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "TooLong": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
     "Grammar": "mla_jax.base.grammar",
+    "LogitsProcessor": "mla_jax.base.logits_processor",
     "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
@@ -71,6 +73,7 @@ __all__ = [
     "Evict",
     "FinishReason",
     "Grammar",
+    "LogitsProcessor",
     "MlaJaxError",
     "Options",
     "Output",

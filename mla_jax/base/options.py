@@ -18,6 +18,7 @@ from mla_jax.base.rules import (
     flag,
     grammar,
     json_object,
+    logits_processor,
     mesh,
     named_or,
     number,
@@ -428,6 +429,9 @@ class SamplingParams(Checked):
     """Whether the string that ends the output is a part of it."""
     grammar: Any = option(None, optional(grammar))
     """The form of the answer: a `Grammar`, or an object such as {"regex": "[0-9]+"}."""
+    logits: Any = option(None, optional(logits_processor))
+    """A function that changes the logits before a token is drawn: `(logits, tokens, state) -> (logits, state)`, or a
+    `LogitsProcessor`."""
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""
     timeout: float | None = option(None, optional(number(0, MAX_TIMEOUT, above=True)))

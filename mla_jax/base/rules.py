@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from mla_jax.base.axes import MESH_AXES, parse_mesh
 from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.files import json_value
 from mla_jax.base.grammar import Grammar
+from mla_jax.base.logits_processor import LogitsProcessor
 
 LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
 Rule = Callable[[Any], Any]
@@ -144,6 +145,15 @@ def grammar(value: Any) -> Grammar:
         return Grammar.of(value)
     except BadRequest as e:
         raise Wrong(f"a grammar that can be used: {'; '.join(map(str, e.args))}") from e
+
+
+def logits_processor(value: Any) -> LogitsProcessor:
+    """A LogitsProcessor, or a function, which becomes one without a state."""
+    if isinstance(value, LogitsProcessor):
+        return value
+    if callable(value):
+        return LogitsProcessor(cast(Callable, value))
+    raise Wrong("a function of (logits, tokens, state), or a LogitsProcessor")
 
 
 def path(value: Any) -> str:

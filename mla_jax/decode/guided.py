@@ -67,7 +67,8 @@ def _chosen(
 ) -> tuple[RunState, _Choice]:
     """A token that each row's first mask allows; the drafter takes note of it."""
     logits = sharded_sampling.row_logits(model, going.last)
-    going, token, more = next_token(going, asked, logits, guide.masks[:, 0])
+    open_logits = sharded_sampling.masked_logits(logits, guide.masks[:, 0])
+    going, token, more = next_token(going, asked, logits, open_logits)
     batch = Batch.behind(going.held, going.position, more.astype(jnp.int32), 1, asked.page_table)
     pool = drafter.keep(model, going.pool, going.last[:, None], token[:, None], batch)
     return going._replace(pool=pool), _Choice(token, more)

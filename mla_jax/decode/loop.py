@@ -28,6 +28,7 @@ from mla_jax.decode.loop_state import RunState, accepted, begun, counted, ended,
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
+from mla_jax.decode.processed import run_processed
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import Entry, Open, Rows
 from mla_jax.decode.sequences import captured, logits
@@ -282,6 +283,7 @@ class Programs:
     run: Program
     run_with_drafts: Program
     guided_step: Program
+    run_processed: Program
     logits: Program
     captured: Program
     observe: Program
@@ -305,6 +307,14 @@ class Programs:
         program = functools.partial(Program, weights=self.weights, shared=shared)
         self.all = {"new": program(functools.partial(new, counts=counts), static=3)}
         self.all["captured"] = program(captured, static=1, compiler_options=OPTIONS.get(platform))
+        # A function of the user's has no name that another process knows it by: its program is not stored
+        self.all["run_processed"] = program(
+            functools.partial(run_processed, drafter=drafter),
+            shared=shared._replace(store=None),
+            donated=2,
+            static=1,
+            compiler_options=LOOP_OPTIONS.get(platform),
+        )
         for options, functions in ((LOOP_OPTIONS, _loops(drafter)), (OPTIONS, _others(evicts))):
             for name, (function, donated) in functions.items():
                 self.all[name] = program(function, donated=donated, compiler_options=options.get(platform))

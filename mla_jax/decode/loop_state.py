@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table
@@ -79,14 +79,14 @@ def next_token(
     going: RunState,
     asked: RunInputs,
     logits: Float[Array, "b W"],
-    masks: UInt32[Array, "B words"] | None = None,
+    open_logits: Float[Array, "b W"] | None = None,
 ) -> tuple[RunState, Int[Array, " B"], Bool[Array, " B"]]:
     """One more token for every active row, sampled from this device's row shard of logits, and the rows that are to read it; ends
-    the rows whose logits are not finite. `masks` say which tokens may come, all without them."""
+    the rows whose logits are not finite. Tokens are drawn from `open_logits`, if given; log-probabilities are of `logits`."""
     with jax.named_scope("choose"):
-        open_logits = logits if masks is None else sharded_sampling.masked_logits(logits, masks)
+        drawn_from = logits if open_logits is None else open_logits
         token, fit = sharded_sampling.sample(
-            open_logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
+            drawn_from, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
         token = table.replay_token(going.rows, asked.at, asked.entry, going.is_open, token)
     active = going.is_active(asked)

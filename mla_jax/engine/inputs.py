@@ -85,6 +85,8 @@ class InputProcessor:
 
     def _refuse_grammar(self, grammar: Grammar, params: SamplingParams) -> None:
         """Raises BadRequest for a grammar that no answer can follow."""
+        if params.logits is not None:
+            raise BadRequest("logits and grammar exclude each other", "a grammar's masks come from the host")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(params, name):
                 raise BadRequest(

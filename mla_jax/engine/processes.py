@@ -48,6 +48,8 @@ class LedEngine:
         return self._engine.busy
 
     def job_of(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
+        if request.params.logits is not None:
+            raise Unsupported("logits with several processes", "a function cannot be told to the others")
         return self._engine.job_of(request, priority=priority, streams=streams)
 
     def queue(self, jobs: Sequence[Job]) -> None:

@@ -17,6 +17,7 @@ from mla_jax.base import options as declared
 from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.grammar import Grammar
 from mla_jax.base.link_rates import PLANNED
+from mla_jax.base.logits_processor import LogitsProcessor
 from mla_jax.base.options import AttentionOptions, Evict, ExpertOptions, Options, SamplingParams
 from mla_jax.base.settings import SettingsOfModel
 from mla_jax.ui.help import _field_docs
@@ -50,6 +51,7 @@ IN_RANGE = {
     "ignore_eos": [True, False],
     "include_stop_str_in_output": [True, False],
     "grammar": [None, Grammar.regex("a"), Grammar.choice(["a"])],
+    "logits": [None, LogitsProcessor(lambda *given: given)],
 }
 NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
 OUT_OF_RANGE = {
@@ -78,6 +80,7 @@ OUT_OF_RANGE = {
         dict.fromkeys(range(301), 1),
     ],
     "grammar": ["a", 1, True, {}, {"a": 1}, {"regex": 1}, {"regex": "a", "lark": "a"}, {"json_object": False}],
+    "logits": [1, True, "a", (), [0.5], {}],
     "n": [0, 129, 10**6, 1.0, None, *NO_NUMBERS],
     "stop": [("",), "", (1,), None, 7, ("a",) * 65, b"ab", {"a": 1}, itertools.count()],
     "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65)), "12", itertools.count()],
@@ -153,6 +156,12 @@ def test_what_is_in_range_is_taken(name):
         params = SamplingParams(**{name: value})
         if name not in ("stop", "stop_token_ids"):
             assert getattr(params, name) == value
+
+
+def test_a_function_of_logits_becomes_a_processor_without_a_state():
+    function = SamplingParams  # anything that can be called
+    params = SamplingParams(logits=function)
+    assert (params.logits.function, params.logits.state) == (function, ())
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)

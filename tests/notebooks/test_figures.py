@@ -5,7 +5,7 @@ import itertools
 import jaxtyping
 import numpy as np
 import pytest
-from figures import drafts, drawing, forms, host_experts, long_contexts, mesh_rates, number_formats, serving, steps
+from figures import drafts, drawing, forms, host_experts, inside, long_contexts, mesh_rates, number_formats, serving, steps
 
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import PLANNED
@@ -69,6 +69,11 @@ TIMES = [
 ]
 WEIGHTS = np.random.default_rng(0).standard_normal(128).astype(np.float32)
 ROUNDED = {"halves": np.round(2 * WEIGHTS) / 2, "whole": np.round(WEIGHTS)}
+TOKENS = ["def", "add", "(a"]
+ANSWERS = [["x", "y", "z"], ["x", "y", "b"], ["x", "add", "b"]]  # by layer
+CHANCES = RNG.uniform(0, 1, (3, 3))
+HEADS = np.tril(np.ones((4, 3, 3))) / np.arange(1, 4)[:, None]
+CHOSEN = np.array([[[0, 1], [0, 2], [0, 3]], [[4, 5], [6, 7], [4, 7]]])  # of eight experts
 ERRORS = [
     {"format": "fp8_block", "bits": 8.0, "error": 0.0, "kl": 0.0},
     {"format": "int8", "bits": 8.03, "error": 0.0071, "kl": 4e-4},
@@ -115,6 +120,10 @@ DRAWN = {
     "attention_time": lambda: long_contexts.attention_time(TIMES),
     "decode_rates": lambda: rates("h200", 0.9 * PLANNED["h200"].memory),
     "decode_rates where nothing fits": lambda: rates("h100", 0.9 * PLANNED["h100"].memory),
+    "lens": lambda: inside.lens(ANSWERS, CHANCES, TOKENS),
+    "attention": lambda: inside.attention(HEADS, TOKENS, 1),
+    "experts": lambda: inside.experts(CHOSEN % 4, 4),
+    "rotary_share": lambda: inside.rotary_share(np.array([0.5, 2.0, 1.0]), np.array([1.0, 1.0, 1.5])),
     "rounded": lambda: number_formats.rounded(WEIGHTS, ROUNDED),
     "errors": lambda: number_formats.errors(ERRORS),
     "sizes": lambda: number_formats.sizes(PARTS),
@@ -263,6 +272,18 @@ def test_a_meshs_line_has_the_predicted_rates_of_all_rows_that_fit():
     counts = [int(n) for n, _ in [*line, (2 * line[-1][0], 0)]]
     fitting = [tokens_that_fit(model, available, n // 4) >= n // 4 * HELD for n in counts]
     assert fitting == [True] * len(line) + [False]
+
+
+def test_the_lens_names_the_layer_from_which_the_last_tokens_answer_stands():
+    (ax,) = inside.lens(ANSWERS, CHANCES, TOKENS).axes
+    assert ax.get_title("left") == "The last token's answer stands before layer 1 and after"
+
+
+def test_experts_are_counted_by_layer():
+    (ax,) = inside.experts(CHOSEN, 8).axes
+    said = [int(text.get_text()) for text in ax.texts if text.get_text().isdecimal()]
+    assert said == [3, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 2]
+    assert "4.0 times its even share" in ax.get_title("left")
 
 
 def test_marks_stand_at_all_values_of_a_format_and_at_all_errors_but_zeros():

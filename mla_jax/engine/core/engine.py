@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.base.errors import DoesNotFit, TooLong
+from mla_jax.base.errors import DoesNotFit, TooLong, Unsupported
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.outputs import Found
@@ -22,6 +22,7 @@ from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.guiding import Guiding
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
+from mla_jax.engine.core.processing import States, processor_of
 from mla_jax.engine.core.program_choice import SCORED, ProgramChoice
 from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, plan
@@ -110,7 +111,13 @@ class Engine:
     def job_of(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """A job for `queue`. Any thread may ask for it. Raises as `submit` does."""
         self._refuse_too_long(request)
-        return Job(request, priority, streams, self.guiding.matcher_of(request))
+        processor = processor_of(request.params.logits, self.programs.model.config.vocab_size)
+        if processor is not None and self.programs.evicts is not None:
+            raise Unsupported(
+                "logits with evict",
+                "rows that drop tokens choose some of them twice, and a state would count both",
+            )
+        return Job(request, priority, streams, self.guiding.matcher_of(request), processor)
 
     def queue(self, jobs: Sequence[Job]) -> None:
         """Takes jobs in."""
@@ -321,7 +328,9 @@ class Engine:
         decode = [job for decision in plans for job in self._of(decision.decode)]
         decode = [job for job in decode if job.row is not None and not job.unread]
         if any(job.matcher for job in decode):  # a line has no masks: it is read in the next pass
-            self._guided_step(decode)
+            self._guided_step([job for job in decode if job.processor is None])
+        elif any(job.processor for job in decode):
+            self._processed_steps(decode, plans[0].steps)
         elif readers:
             assert plans[0].line is not None
             self._mixed_step({job: job.piece(counts[job.id]) for job in readers}, decode, plans[0].line)
@@ -345,11 +354,19 @@ class Engine:
             extended = job.extend(steps)
             assert extended, "the scheduler has planned steps that there are no pages for"
 
-    def _sent(self, mine: JobsByShard, rows: int, found: Found, drafts: int, guesses: Any = None) -> None:
+    def _sent(
+        self,
+        mine: JobsByShard,
+        rows: int,
+        found: Found,
+        drafts: int,
+        guesses: Any = None,
+        states: States | None = None,
+    ) -> None:
         """Notes the jobs of each shard whose tokens come. `rows` are those of the program, of a shard."""
         places = {job: number * rows + i for number, some in enumerate(mine) for i, job in enumerate(some)}
         held = sum(job.held_tokens for job in places) // len(places)
-        self._flying.send_tokens(places, found, drafts, held, guesses)
+        self._flying.send_tokens(places, found, drafts, held, guesses, states)
         self.stats.dispatches += 1
 
     def _score(self) -> None:
@@ -391,15 +408,24 @@ class Engine:
 
     def _decode(self, jobs: list[Job], steps: int) -> None:
         """Sends decode steps."""
-        fresh = [job for job in jobs if not job.steps]
-        if len(fresh) == len(jobs) or any(job.streams for job in fresh):
-            steps = 1  # a first token is waited for
+        steps = _first_steps(jobs, steps)
         self._extend(jobs, steps)
         mine = by_shard(jobs, len(self.shards))
         programs = self.choice.decoding(max(map(len, mine)), max(map(self.policy.pages_of, jobs)))
         drafts = self.choice.drafts(jobs, programs[-1], steps)
         shape = self.choice.taken(programs[-1] if drafts else programs[0])
         self._sent(mine, shape.rows, self.device.decode(mine, shape, steps, drafts), drafts)
+
+    def _processed_steps(self, jobs: list[Job], steps: int) -> None:
+        """Sends decode steps of jobs some of which have functions that change their logits."""
+        steps = _first_steps(jobs, steps)
+        self._extend(jobs, steps)
+        mine = by_shard(jobs, len(self.shards))
+        shape = self.choice.decoding(max(map(len, mine)), max(map(self.policy.pages_of, jobs)))[0]
+        found, states = self.device.run_processed(mine, shape, steps)
+        for job in jobs:
+            job.sent = steps if job.processor is not None else 0
+        self._sent(mine, shape.rows, found, 0, states=states)
 
     def _guided_step(self, jobs: list[Job]) -> None:
         """Sends one pass: a token for each job, and for those with grammars what stands of their drafts."""
@@ -447,6 +473,12 @@ class Engine:
             self._least[rows] = none, (one - none) / PAGE
         weights, token = self._least[rows]
         return int(steps * (weights + held * token))
+
+
+def _first_steps(jobs: Sequence[Job], steps: int) -> int:
+    """One step where a first token is waited for."""
+    fresh = [job for job in jobs if not job.steps]
+    return 1 if len(fresh) == len(jobs) or any(job.streams for job in fresh) else steps
 
 
 def _pages(tokens: int) -> int:

@@ -42,13 +42,14 @@ class Guiding:
         return self.grammars.matcher(grammar)
 
     def running(self, job: Job) -> Running:
-        """The scheduler's view of a running job. One with a grammar chooses in one dispatch at a time, from one mask at first."""
+        """The scheduler's view of a running job. One with a grammar or a processor chooses in one dispatch at a time, one with a
+        grammar from one mask at first."""
         row = self.policy.running(job)
-        if job.matcher is None or job.unread:
+        if not job.waits_for_tokens or job.unread:
             return row
         if job.sent:
             return dataclasses.replace(row, until=0, waits=True)
-        return dataclasses.replace(row, until=min(row.until, 1))
+        return row if job.matcher is None else dataclasses.replace(row, until=min(row.until, 1))
 
     def keeping_pace(self, limits: Limits, running: Sequence[Job]) -> Limits:
         """Where rows wait for their masks, the others go on for one pass meanwhile: with drafts, if these may pay."""

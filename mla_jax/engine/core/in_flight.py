@@ -5,7 +5,7 @@ jobs. It also shows when the device was done: two reads give the time of a pass.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ class Flight(NamedTuple):
     sent: float = 0.0
     is_next: bool = False  # nothing was sent between the tokens before and these
     guesses: Any = None  # of tokens that follow those found, by row, for rows with grammars
+    states: Any = None  # of functions that change rows' logits, behind those found
     answer: Any = None  # what was asked of one job,
     start: int = 0  # which was admitted so often then
 
@@ -45,6 +46,8 @@ class Landed(NamedTuple):
     chosen: Chosen
     likely: Likely | None  # where a job asks for log-probabilities
     guesses: np.ndarray | None  # `[jobs, K]`: of what follows, -1 for none
+    states: Any = None  # of functions that change rows' logits,
+    places: Sequence[int] = ()  # in rows of which these are the jobs'
 
     def guessed(self, i: int) -> list[int]:
         """Guesses of the tokens behind those of job `i`."""
@@ -93,14 +96,20 @@ class Flights:
         self.send(Flight([job], None, None, [], answer=answer, start=job.starts))
 
     def send_tokens(
-        self, places: dict[Job, int], found: Found, drafts: int, held: int, guesses: Any = None
+        self,
+        places: dict[Job, int],
+        found: Found,
+        drafts: int,
+        held: int,
+        guesses: Any = None,
+        states: Any = None,
     ) -> None:
         """Appends decode steps with up to `drafts` guesses a pass, of rows that hold `held` tokens on average. `places` say where
-        among those found the row of each job is, and among `guesses` of what follows."""
+        among those found the row of each job is, and among `guesses` of what follows and `states`."""
         part_here(found.chosen).copy_to_host_async()
         jobs, rows, now = list(places), list(places.values()), time.perf_counter()
         is_next = not self.sent_more
-        self._queue.append(Flight(jobs, found, None, [], rows, drafts, held, now, is_next, guesses))
+        self._queue.append(Flight(jobs, found, None, [], rows, drafts, held, now, is_next, guesses, states))
         self.sent_more = False
 
     def land(self) -> list[Job]:
@@ -115,7 +124,8 @@ class Flights:
         asked = any(job.logprobs is not None for job in flight.jobs)
         likely = Likely(*(array[flight.places] for array in flight.found.logprobs())) if asked else None
         guesses = None if flight.guesses is None else here(flight.guesses)[flight.places]
-        return self._land_tokens(flight.jobs, Landed(chosen, likely, guesses), start)
+        landed = Landed(chosen, likely, guesses, flight.states, flight.places)
+        return self._land_tokens(flight.jobs, landed, start)
 
     def _land_scores(self, flight: Flight, start: float) -> list[Job]:
         (job,), likely = flight.jobs, flight.likely
@@ -152,6 +162,9 @@ class Flights:
         ids = chosen.tokens[i, : chosen.count[i]].tolist()
         if job.matcher is not None:
             job.take_guided(ids, tokens.guessed(i))
+        if tokens.states is not None and job.processor is not None:
+            job.take_processed(ids)
+            tokens.states.give(job, tokens.places[i])
         job.take(ids, _logprobs(job, tokens.likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
         job.times.note(now, len(ids), self._stats.least_bytes)
 

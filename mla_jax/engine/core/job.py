@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mla_jax.decode.outputs import Likely
 from mla_jax.engine.core.compressed import CompressedContext
@@ -12,12 +13,27 @@ from mla_jax.engine.core.stats import Times
 from mla_jax.text.grammar import Matcher
 
 
+@dataclass
+class Processor:
+    """A function that changes a job's logits, and its state behind the job's tokens."""
+
+    function: Callable[[Any, Any, Any], tuple[Any, Any]]
+    state: Any
+
+
 class Job:
     """A handle on a submitted request. The engine's thread alone changes it.
 
     Others may read it meanwhile: of each new token the log-probabilities come first, then its id, and the reason comes last."""
 
-    def __init__(self, request: Request, priority: int, streams: bool, matcher: Matcher | None = None):
+    def __init__(
+        self,
+        request: Request,
+        priority: int,
+        streams: bool,
+        matcher: Matcher | None = None,
+        processor: Processor | None = None,
+    ):
         self.request, self.priority, self.streams = request, priority, streams
         self.id = 0  # a number, once an engine has it
         self.ids: list[int] = []
@@ -42,10 +58,10 @@ class Job:
         self.pauses = 0  # how often it was asked what its pages are to be, since it was admitted
         self.is_paused = False  # it waits for the answer
         self.matcher = matcher  # of its grammar: where its answer is in it
+        self.processor = processor  # of its logits, with its state behind its tokens
         self.draft: list[int] = []  # guesses of its next tokens, which the grammar allows
-        self.sent = (
-            0  # tokens that it may choose in a dispatch under way, if it has a grammar; 0: there is none
-        )
+        # Tokens that it may choose in the dispatch under way, where it has one at a time: with a grammar, or a processor
+        self.sent = 0
         self.matched: dict[int, list[Node]] = {}  # nodes of its beginning that were found last, by shard
         self.starts = 0  # how often it was admitted
         self.cached = 0  # tokens of its prompt that need not be read, when it was admitted first
@@ -127,6 +143,11 @@ class Job:
         assert self.held is not None
         return self.shard.pages.extend(self.held, self.held_tokens + min(tokens, self.left - 1))
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether it has one dispatch under way at a time: the next one depends on its tokens, or on its state."""
+        return self.matcher is not None or self.processor is not None
+
     def take_guided(self, ids: list[int], guesses: list[int]) -> None:
         """Goes on in the grammar behind new tokens, and keeps the guesses that it allows for the next dispatch. Fewer tokens may
         have come than the dispatch had room for."""
@@ -136,6 +157,11 @@ class Job:
         self.matcher.follow(ids[min(self.again, len(ids)) :])
         allowed = guesses[: self.matcher.taken(guesses)]
         self.draft = max(allowed, self.matcher.forced(), key=len)
+
+    def take_processed(self, ids: list[int]) -> None:
+        """The dispatch under way has given these tokens, perhaps fewer than it had room for."""
+        self.steps -= self.sent - len(ids)
+        self.sent = 0
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
         """Appends new tokens; tokens replayed after a preemption are not emitted again. `ended`: the device stopped the row."""
