@@ -10,15 +10,16 @@ from mla_jax import LLM, AsyncLLM, Grammar  # noqa: F401  (the pages import thes
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCKS = re.compile(r"```python\n(.*?)```", re.DOTALL)
-OPEN_A_MODEL = (
-    "looking_inside",
+QUICK = ("kernels", "your_own_experts")
+GENERATE = (
     "gradients",
-    "your_own_form",
-    "your_own_policy",
-    "your_own_experts",
+    "looking_inside",
     "many_callers",
     "speculative_decoding",
     "structured_answers",
+    "your_own_form",
+    "your_own_logits",
+    "your_own_policy",
 )
 YOUR_OWN = [page.stem for page in sorted(DOCS.glob("your_own_*.md"))]
 
@@ -27,7 +28,7 @@ def blocks_of(page: str) -> list[str]:
     return BLOCKS.findall((DOCS / f"{page}.md").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("page", ["kernels", *(pytest.param(page, marks=pytest.mark.deep("docs")) for page in OPEN_A_MODEL)])
+@pytest.mark.parametrize("page", [*QUICK, *(pytest.param(page, marks=pytest.mark.deep("docs")) for page in GENERATE)])
 def test_the_python_of_a_page_runs(page):
     blocks = blocks_of(page)
     assert blocks
@@ -40,5 +41,5 @@ def test_the_python_of_a_page_runs(page):
 @pytest.mark.parametrize("page", YOUR_OWN)
 def test_a_page_on_your_own_part_is_short_runs_here_and_is_in_the_index(page):
     assert len((DOCS / f"{page}.md").read_text("utf-8").splitlines()) <= 60
-    assert page in OPEN_A_MODEL
+    assert page in QUICK + GENERATE
     assert f"{page}.md" in (DOCS.parent / "mkdocs.yml").read_text("utf-8")
