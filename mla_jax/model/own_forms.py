@@ -13,7 +13,7 @@ from mla_jax.cache.paged import ASIDE
 from mla_jax.model import mla
 from mla_jax.model.block_attention import StepCache
 
-SAMPLED = 3
+SAMPLE_TOKENS = 3
 LATENTS = ("c_kv", "k_pe")  # by which policies score tokens and pages
 
 
@@ -30,7 +30,7 @@ def check_form(name: str, config: Config, policies: Sequence[str] = ()) -> None:
         raise BadRequest(
             f"the form {name} remembers an array named {min(taken)}", "the cache has another of that name"
         )
-    expected = (1, SAMPLED, config.num_attention_heads, config.v_head_dim)
+    expected = (1, SAMPLE_TOKENS, config.num_attention_heads, config.v_head_dim)
     if getattr(out, "shape", None) != expected:
         raise BadRequest(f"the form {name} attends to {_shapes(out)}", f"expected [B T N V], here {expected}")
     if policies and not cached.keys() >= set(LATENTS):
@@ -44,18 +44,18 @@ def _attended(name: str, config: Config) -> tuple[Any, Any]:
     """The form's cached arrays of some tokens, and what it gives for them."""
     form, heads = mla.FORMS[name], config.num_attention_heads
     rank, rope, nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
-    c_kv, k_pe, x = (jnp.zeros((1, SAMPLED, n)) for n in (rank, rope, config.hidden_size))
+    c_kv, k_pe, x = (jnp.zeros((1, SAMPLE_TOKENS, n)) for n in (rank, rope, config.hidden_size))
     up = jnp.zeros((heads, nope, rank)), jnp.zeros((heads, config.v_head_dim, rank))
-    queries = tuple(jnp.zeros((1, SAMPLED, heads, n)) for n in (nope, rope))
+    queries = tuple(jnp.zeros((1, SAMPLE_TOKENS, heads, n)) for n in (nope, rope))
     cached = form.remembers(c_kv, k_pe, up, x)
     if not isinstance(cached, dict):
         return cached, None
-    step = form.prepare(Batch.dense(1, SAMPLED), None, config, SAMPLED)
+    step = form.prepare(Batch.dense(1, SAMPLE_TOKENS), None, config, SAMPLE_TOKENS)
     return cached, form.attends(queries, StepCache(cached, None, step, form.reads), up, 1.0)
 
 
 def _is_of_tokens(array: Any) -> bool:
-    return getattr(array, "shape", ())[:2] == (1, SAMPLED)
+    return getattr(array, "shape", ())[:2] == (1, SAMPLE_TOKENS)
 
 
 def _shapes(found: Any) -> str:
