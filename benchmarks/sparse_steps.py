@@ -6,13 +6,14 @@
 
 Layers have the widths of DeepSeek-V3.2, random weights, and a dense MLP that is as wide as the nine experts of a token, 18,432.
 The vocabulary is small, so that a step is its layers. The dense way has the same layers without indexers. Rows read random
-pages, and keys are random, so chosen tokens are all over a row. The programs take the longest row; shorter ones run in them.
-What is cached takes the step's time less that of a step with one page. The floor is the bytes that must be read over the
-bandwidth."""
+pages, and keys are random, so chosen tokens are all over a row. As in an engine, rows of up to an eighth of the longest have a
+program of their own. What is cached takes the step's time less that of a step with one page. The floor is the bytes that must
+be read over the bandwidth."""
 
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import wait
+from itertools import product
 from typing import Any
 
 import report
@@ -21,6 +22,7 @@ from random_models import random_model
 
 from mla_jax import Config
 from mla_jax.cache.paged import PAGE
+from mla_jax.engine.core.size import NARROWER
 from mla_jax.mesh.cost import Pass
 from mla_jax.model.parts import cost_of
 
@@ -34,7 +36,7 @@ OF_TINY = {
     "first_k_dense_replace": 2,
 }
 FULL = Scale(Config.preset("v3_2", **OF_V3_2), (1, 8), (4_096, 16_384, 65_536, 131_072), POOL)
-SMALL = Scale(Config.preset("tiny", **OF_TINY), (1, 2), (256, 1024), 1e7)
+SMALL = Scale(Config.preset("tiny", **OF_TINY), (1, 2), (256, 2048), 1e7)
 WITHOUT_INDEXERS = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave"))
 
 
@@ -45,35 +47,40 @@ def started(scale: Scale, format: str, kv_cache: str) -> dict[str, Steps]:
         name: Steps(random_model(config, format), Way("latents", kv_cache=kv_cache), scale)
         for name, config in {"dense": dense, "sparse": scale.config}.items()
     }
-    widest = max(scale.held)
-    programs = [steps.start(rows, widest) for steps in ways.values() for rows in scale.rows]
-    wait(programs)
+    lengths = {width_of(scale, held) for held in scale.held}
+    wait([steps.start(rows, most) for steps in ways.values() for rows in scale.rows for most in lengths])
     return ways
 
 
+def width_of(scale: Scale, held: int) -> int:
+    """The most cached tokens in the program that takes a row of `held`, of the two programs that an engine would have."""
+    widest = max(scale.held)
+    return widest if held > widest // NARROWER else widest // NARROWER
+
+
 def measured(ways: dict[str, Steps], scale: Scale) -> Iterator[Row]:
-    for rows in scale.rows:
-        empty = {name: us_of_layer(steps, scale, rows, PAGE) for name, steps in ways.items()}
-        for held in scale.held:
-            us = {name: us_of_layer(steps, scale, rows, held) for name, steps in ways.items()}
-            for name, steps in ways.items():
-                cost = cost_of(steps.model)
-                floor = cost.read_bytes(Pass(rows, 1, held)) / cost.device.bandwidth
-                yield {
-                    "way": name,
-                    "rows": rows,
-                    "cached tokens": held,
-                    "us a layer": us[name],
-                    "floor, us": 1e6 * floor / scale.config.num_hidden_layers,
-                    "for what is cached, us": us[name] - empty[name],
-                    "index keys, MB": rows * held * cost.parts.index_key / 1e6,
-                    "of dense": us[name] / us["dense"],
-                }
+    layers = scale.config.num_hidden_layers
+    for rows, held in product(scale.rows, scale.held):
+        most = width_of(scale, held)
+        us = {name: us_of_layer(steps, rows, most, held) for name, steps in ways.items()}
+        empty = {name: us_of_layer(steps, rows, most, PAGE) for name, steps in ways.items()}
+        for name, steps in ways.items():
+            cost = cost_of(steps.model)
+            yield {
+                "way": name,
+                "rows": rows,
+                "cached tokens": held,
+                "us a layer": us[name],
+                "floor, us": 1e6 * cost.read_bytes(Pass(rows, 1, held)) / cost.device.bandwidth / layers,
+                "for what is cached, us": us[name] - empty[name],
+                "index keys, MB": rows * held * cost.parts.index_key / 1e6,
+                "of dense": us[name] / us["dense"],
+            }
 
 
-def us_of_layer(steps: Steps, scale: Scale, rows: int, held: int) -> float:
-    seconds = steps.seconds(rows, steps.width(max(scale.held)), held)
-    return 1e6 * seconds / scale.config.num_hidden_layers
+def us_of_layer(steps: Steps, rows: int, most: int, held: int) -> float:
+    """Of a step of the program for rows of up to `most` cached tokens."""
+    return 1e6 * steps.seconds(rows, steps.width(most), held) / len(steps.model.layers)
 
 
 def main() -> None:

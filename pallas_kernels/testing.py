@@ -260,6 +260,7 @@ RAGGED_DOT = [
     RaggedDotCase("a row each", (1,) * 12, 128, 576),
     RaggedDotCase("groups across the edges of tiles", (130, 5, 260, 7), 64, 264),
     RaggedDotCase("few groups have rows", (0,) * 30 + (2, 1) + (0,) * 8 + (4,), 128, 384),
+    RaggedDotCase("many groups", (0,) * 400 + (2, 1) + (0,) * 95 + (3,), 128, 72),
     RaggedDotCase("nothing", (0, 0, 0), 64, 128),
     RaggedDotCase("narrower than a block", (20, 12), 320, 96),
     RaggedDotCase("tiles of all sizes", (41, 0, 67, 98, 79, 124, 131, 139, 85, 91, 3, 452), 128, 72),

@@ -65,6 +65,8 @@ PACKED_BITS = {"fp8_block": 8, "fp8_row": 8, "int8": 8, "int4_g32": 4, "int4_g12
 PACKED_BITS |= {"uint4_g32": 6, "uint4_g128": 6}  # with the bytes of their scales and zero points
 PACKED_BITS |= {"Q5_0": 6, "Q5_1": 6, "Q4_K": 4, "Q5_K": 6, "Q6_K": 6}
 RAGGED_DOT |= {kind: PACKED[bits] for kind, bits in PACKED_BITS.items()}
+# Kind and tokens in a tile -> the most groups beside whose table, 12 bytes for each, all slots fit; with more there is one less
+RAGGED_DOT_GROUPS = {("w8", 16): 384, ("Q4_K", 128): 256}
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder
 PACKED_REGISTERS = 232, 40  # which has more arrays to copy
 

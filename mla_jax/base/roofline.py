@@ -91,15 +91,15 @@ def read_tokens(config: Config, rows: int, new: int, attended: int) -> int:
     return rows * new * (config.index_topk or 0) if chooses(config, attended) else rows * attended
 
 
-def choice_cost(config: Config, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+def choice_cost(config: Config, rows: int, new: int, attended: int, key: float) -> Cost:
     """FLOPs and bytes of one indexer without its projections, nothing where it does not choose.
 
-    Keys are read once, and the products of all its heads are written and read in float32."""
+    Keys of `key` bytes are read once, and the products of all its heads are written and read in float32."""
     if not chooses(config, attended):
         return Cost(0.0, 0.0)
     heads, width = config.index_n_heads or 0, config.index_head_dim or 0
     products = rows * new * attended * heads
-    return Cost(2 * products * width, itemsize * rows * attended * width + 2 * 4 * products)
+    return Cost(2 * products * width, key * rows * attended + 2 * 4 * products)
 
 
 def attention_cost(
@@ -263,17 +263,27 @@ class ChoiceSizes(NamedTuple):
     attending: int | None  # new tokens of each line that attend at a time; None: all, by a kernel
 
 
-def choice_sizes(config: Config, platform: str, form: str, lines: int, itemsize: int) -> ChoiceSizes:
-    """Powers of two, with which scores of an indexer, and what a form makes of the chosen tokens, stay below a bound."""
+def choice_sizes(
+    config: Config, platform: str, form: str, lines: int, new: int, itemsize: int
+) -> ChoiceSizes:
+    """Powers of two, with which scores of an indexer, and what a form makes of the chosen tokens, stay below a bound.
+
+    Few new tokens of a line choose among many slots at a time, for on a GPU each block takes forty kernels. With half the bound
+    these take about as long as the block's bytes: where little is cached, the rest of a larger one is scored for nothing."""
     most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
     topk = config.index_topk or 0
-    slots = 1 << max(most, topk).bit_length() - 1
-    scored = scored_bytes(config, slots)
-    choosing = 1 << max(budget // (lines * scored), 1).bit_length() - 1
+    of_slot = new * 4 * ((config.index_n_heads or 0) + SELECTING) + key_bytes(config, itemsize)
+    slots = max(_power_below(budget // 2 // (lines * of_slot)), _power_below(max(most, topk)))
+    choosing = _power_below(budget // (lines * scored_bytes(config, slots)))
     if form == "kernel_chosen":
         return ChoiceSizes(slots, choosing, None)
     read = topk * chosen_bytes(config, form, itemsize)
-    return ChoiceSizes(slots, choosing, 1 << max(budget // (lines * read), 1).bit_length() - 1)
+    return ChoiceSizes(slots, choosing, _power_below(budget // (lines * read)))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not larger; 1 at least."""
+    return 1 << max(number, 1).bit_length() - 1
 
 
 # Of 4 bytes, for each candidate while the best are selected: bits, slots, places and their copies
@@ -284,6 +294,11 @@ def scored_bytes(config: Config, slots: int) -> int:
     """Bytes for each new token that chooses among `slots` tokens and those that are best so far."""
     heads, topk = config.index_n_heads or 0, config.index_topk or 0
     return 4 * (slots * heads + (slots + topk) * SELECTING)
+
+
+def key_bytes(config: Config, itemsize: int) -> int:
+    """Bytes of an indexer's key as it is scored."""
+    return itemsize * (config.index_head_dim or 0)
 
 
 def chosen_bytes(config: Config, form: str, itemsize: int) -> int:

@@ -35,9 +35,10 @@ NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in BITS.items()}
 # Retrieval's metadata of tokens and pages (cache/retrieve.py); attention ignores it.
 ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G V L]
 NOTES = {ASKED, SUMMARY}
-# What an indexer caches of tokens (model/indexer.py), in those layers that have one; attention ignores it too.
-INDEX_K = "index_k"
-ASIDE = NOTES | {INDEX_K}
+# What an indexer caches of tokens (model/fp8_index.py), in those layers that have one; attention ignores it too.
+INDEX_K, INDEX_SCALE = "index_k", "index_k_scale"
+OF_INDEX = {INDEX_K, INDEX_SCALE}
+ASIDE = NOTES | OF_INDEX
 
 Pool = dict[str, Shaped[Array, "G ..."]]
 

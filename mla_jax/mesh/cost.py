@@ -192,7 +192,7 @@ class MeshCost:
     def _choice(self, work: Pass) -> Cost:
         """Indexers, which every device along `tensor` computes."""
         parts = self.parts
-        one = roofline.choice_cost(self.config, work.rows, work.new, work.attended, parts.itemsize)
+        one = roofline.choice_cost(self.config, work.rows, work.new, work.attended, parts.index_key)
         return Cost(parts.indexers * one.flops, parts.indexers * one.bytes)
 
     def _attending(self, work: Pass) -> Cost:

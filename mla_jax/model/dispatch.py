@@ -22,7 +22,17 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope, token_choice
+from mla_jax.model import (
+    fp8_index,
+    fp8_latent,
+    kernels,
+    mixed_attention,
+    mla,
+    moe,
+    page_selection,
+    rope,
+    token_choice,
+)
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
@@ -81,7 +91,7 @@ class StepPlan(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
     """`attention` is "auto", a name in mla.FORMS, or "fused", the kernel for a step's number of new tokens. `experts` is a
-    backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
+    backend or "auto", `kv_cache` "auto" or "fp8" (latents and keys of indexers in E4M3).
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
@@ -166,7 +176,7 @@ class Dispatch:
             return None
         if pool is None:
             return MaskChoice(config.index_topk or 0, prepare(batch))
-        sizes = (self.device.platform, name, lines, model.dtype.itemsize)
+        sizes = (self.device.platform, name, lines, new, model.dtype.itemsize)
         return token_choice.choice_of_step(
             batch, pool, config, roofline.choice_sizes(self.seen(config), *sizes)
         )
@@ -214,6 +224,10 @@ class Dispatch:
             for table, name in ((mla.FORMS, self.attention), (BACKENDS, self.experts))
             if name in table
         )
+
+    def packs_index_keys(self, config: Config) -> bool:
+        """Whether the keys of indexers are cached in E4M3."""
+        return self.kv_cache == "fp8" and fp8_index.keys_fit(config)
 
     @property
     def caches_heads(self) -> bool:
@@ -282,7 +296,8 @@ class Dispatch:
             turns = rope.turns(batch.positions, config)
             choosing = chosen = None
             if form == "kernel_chosen":
-                sizes = roofline.choice_sizes(config, self.device.platform, form, rows, model.dtype.itemsize)
+                of_step = (self.device.platform, form, rows, new, model.dtype.itemsize)
+                sizes = roofline.choice_sizes(config, *of_step)
                 choosing = token_choice.choice_of_step(batch, layer.pool, config, sizes)
                 chosen = token_choice.nothing(choosing)
             return nnx.merge(graph, weights)(x, layer, row, step, turns, None, choosing, chosen)[0]

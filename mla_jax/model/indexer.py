@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import INDEX_K, Layer
-from mla_jax.model import rope
+from mla_jax.cache.paged import Layer
+from mla_jax.model import fp8_index, rope
 from mla_jax.model.kernels import linear
 from mla_jax.model.ops import norm_weight, parameter
 
@@ -57,17 +57,18 @@ class Indexer(nnx.Module):
 
         `x` is the layer's input, `c_q` the normed latent of the attention's queries, `turns` are the angles of the tokens."""
         keys = jax.lax.stop_gradient(self.keys(x, turns))
+        format = fp8_index.key_format_of({} if layer is None else layer.pool)
         if layer is not None:
-            cached = paged.append(layer.of_index, {INDEX_K: keys}, step.rows)
+            cached = paged.append(layer.of_index, format.remembers(keys), step.rows)
             layer = dataclasses.replace(layer, pool=cached.pool)
         if choosing is None:
             return layer, None
         with jax.named_scope("choose_tokens"):
             queries = jax.lax.stop_gradient(self.queries(x, c_q, turns))
-            return layer, choosing.chosen(queries, keys, layer)
+            return layer, choosing.chosen(queries._replace(q=format.asks(queries.q)), keys, layer)
 
     def keys(self, x: Float[Array, "B T D"], turns: rope.Turns) -> Float[Array, "B T I"]:
-        """The keys that are cached of tokens."""
+        """The keys of tokens, as they are computed."""
         k = linear(x, self.wk[...])
         return self._turned(layer_norm(k, self.k_norm[...], self.k_norm_bias[...]), turns)
 

@@ -13,7 +13,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import BY_COLUMN, QTensor
 from mla_jax.base.roofline import Device
-from mla_jax.cache.paged import INDEX_K, PAGE
+from mla_jax.cache.paged import OF_INDEX, PAGE
 from mla_jax.mesh.comm_cost import Sizes
 from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, Parts, WeightSize
 from mla_jax.mesh.partition import Layout
@@ -94,7 +94,7 @@ def token_bytes(model: Transformer) -> float:
 def _bytes_in_layer(model: Transformer, index: bool) -> float:
     """Bytes that a token leaves in a layer on one device: for its attention, or for its `index`."""
     pool = jax.eval_shape(lambda: model.new_pool(1, layers=1))
-    return sum(a.size * a.dtype.itemsize for name, a in pool.items() if (name == INDEX_K) == index) / PAGE
+    return sum(a.size * a.dtype.itemsize for name, a in pool.items() if (name in OF_INDEX) == index) / PAGE
 
 
 def packed_shapes(model: Transformer) -> list[tuple[int, ...]]:

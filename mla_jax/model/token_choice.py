@@ -18,7 +18,8 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.evict import LEAST
-from mla_jax.cache.paged import INDEX_K, Layer, Pool, StepRows, View
+from mla_jax.cache.paged import OF_INDEX, Layer, Pool, StepRows, View
+from mla_jax.model import fp8_index
 from mla_jax.model.block_attention import ChosenTokens, StepCache
 from mla_jax.model.indexer import IndexQueries, index_scores
 from mla_jax.model.mla import Queries
@@ -81,7 +82,7 @@ class TokenChoice(NamedTuple):
 
         def of_queries(q: Array, weights: Array, start: Array, stop: Array) -> tuple[Array, Array]:
             def add(i: Array, best: Best) -> Best:
-                block = self._candidates(layer.of_index, i)
+                block = self._candidates(layer.of_index, i, q.dtype)
                 return block.joined(best, IndexQueries(q, weights), start, stop, self.count)
 
             best = jax.lax.fori_loop(0, blocks, add, Best.nothing((*start.shape, self.count)))
@@ -89,10 +90,11 @@ class TokenChoice(NamedTuple):
 
         return ChosenSlots(*by_tokens(of_queries, self.queries, *queries, self.start, self.stop))
 
-    def _candidates(self, indexed: Layer, i: Array) -> "Candidates":
+    def _candidates(self, indexed: Layer, i: Array, dtype: jnp.dtype) -> "Candidates":
         """Those of block `i` of each line; `indexed` has the indexer's keys."""
         first, count = i * self.block, self.block * self.size
-        keys = paged.read(indexed, self.pages, first, self.block, (INDEX_K,))[INDEX_K]
+        cached = paged.read(indexed, self.pages, first, self.block, OF_INDEX)
+        keys = fp8_index.key_format_of(cached).reads(cached, dtype)
         table = jax.lax.dynamic_slice_in_dim(self.pages.table, first, self.block, axis=1)
         slots = table[..., None] * self.size + jnp.arange(self.size)
         return Candidates(keys, slots.reshape(-1, count), i * count + jnp.arange(count))

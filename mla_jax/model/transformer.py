@@ -17,6 +17,7 @@ from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.mesh import across
+from mla_jax.model import fp8_index
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.capture import Capture, LayerCapture
 from mla_jax.model.dispatch import Dispatch, StepPlan
@@ -302,16 +303,18 @@ class Transformer(nnx.Module):
             pages,
             size,
             page=of_pages,
-            fewer={paged.INDEX_K: indexed},
+            fewer=dict.fromkeys(index, indexed),
             as_bits=on_cpu,
         )
 
     def _index_keys(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shape of an indexer's key; empty without indexers."""
+        """The shapes of what indexers cache of a token; empty without them."""
         width = self.config.index_head_dim
         if self.config.index_topk is None or width is None:
             return {}
-        return {paged.INDEX_K: jax.ShapeDtypeStruct((1, 1, width), self.dtype)}
+        key = jax.ShapeDtypeStruct((1, 1, width), self.dtype)
+        packs = self.dispatch.packs_index_keys(self.config)
+        return jax.eval_shape((fp8_index.IN_E4M3 if packs else fp8_index.AS_COMPUTED).remembers, key)
 
     def _notes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
         """Shapes of retrieval's metadata of one token, and of one page; empty without retrieval."""

@@ -84,8 +84,9 @@ def _choosing_tokens(model: Transformer, rows: int, new: int) -> int:
     if config.index_topk is None:
         return 0
     name = dispatch.form_name(model, rows, new, config.index_topk + 1)
-    sizes = roofline.choice_sizes(config, dispatch.device.platform, name, rows, itemsize)
+    sizes = roofline.choice_sizes(config, dispatch.device.platform, name, rows, new, itemsize)
     scored = min(new, sizes.choosing) * roofline.scored_bytes(config, sizes.slots)
+    scored += sizes.slots * roofline.key_bytes(config, itemsize)
     if sizes.attending is None:  # queries and outputs of the kernel, in the latents' space
         read = new * config.num_attention_heads * 3 * config.kv_lora_rank * itemsize
     else:

@@ -14,6 +14,8 @@ from pallas_kernels.ragged_dot import xla
 
 __all__ = ["CHECKS", "Unsupported", "ragged_dot", "ragged_swiglu"]
 
+MOST_GROUPS = 512  # whose table has room in shared memory
+
 
 def check_gpu(x, *weights) -> str | None:
     """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
@@ -31,8 +33,8 @@ def check_gpu(x, *weights) -> str | None:
         return f"it takes depths in multiples of {least} and features in multiples of 8, not {D} and {F}"
     if rows.shape[1] != D:
         return f"it takes rows as deep as the weights, not {rows.shape[1]} and {D}"
-    if not rows.shape[0] or not 0 < X <= 384:
-        return f"it takes at least one row, and up to 384 groups, not {rows.shape[0]} and {X}"
+    if not rows.shape[0] or not 0 < X <= MOST_GROUPS:
+        return f"it takes at least one row, and up to {MOST_GROUPS} groups, not {rows.shape[0]} and {X}"
     packed = [a.codes for a in (x, *weights) if isinstance(a, Fp8)]
     return choice.not_e4m3(*packed) or choice.not_bfloat16(
         *(a for a in (x, *weights) if not isinstance(a, Fp8))
@@ -46,8 +48,8 @@ def _check_packed(x, *weights) -> str | None:
     X, (F, D) = weights[0].arrays[0].shape[0], weights[0].shape
     if F % 8 or x.shape[1] != D:
         return f"it takes features in multiples of 8 and rows as deep as the weights, not {F}, and {x.shape[1]} and {D}"
-    if not x.shape[0] or not 0 < X <= 384:
-        return f"it takes at least one row, and up to 384 groups, not {x.shape[0]} and {X}"
+    if not x.shape[0] or not 0 < X <= MOST_GROUPS:
+        return f"it takes at least one row, and up to {MOST_GROUPS} groups, not {x.shape[0]} and {X}"
     return choice.not_bfloat16(x)
 
 

@@ -658,6 +658,8 @@ def grouped(
     expected = expected or M
     width = width or best_width(expected, X, table)
     slots, depth, *fewer = table[width]
+    if tuning.RAGGED_DOT_GROUPS.get((kind, width), X) < X:
+        slots -= 1
     depth = min(depth, D)
     groups = -(-X // GROUPS) * GROUPS
     count = len(weights)

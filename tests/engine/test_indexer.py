@@ -110,11 +110,16 @@ def test_every_form_gives_the_tokens_of_transformers(attention):
     assert answer(Engine(programs_of("glm_5", attention=attention), SIZE), *asked) == greedy
 
 
+def written_in_fp8(folder: Path, width: int) -> Path:
+    """A GLM-5 whose latents can be in E4M3, with keys of this width."""
+    hf = {**models.FAMILIES["glm_5"], "kv_lora_rank": 128, "index_head_dim": width}
+    return models.write(folder, hf, models.tensors(hf))
+
+
 @pytest.mark.deep
 def test_latents_in_fp8_are_chosen_among_alike(tmp_path):
-    """In two forms, alone and in a batch; keys of the indexers are not rounded."""
-    hf = {**models.FAMILIES["glm_5"], "kv_lora_rank": 128}
-    folder, asked = models.write(tmp_path, hf, models.tensors(hf)), requests("glm_5")
+    """In two forms, alone and in a batch; keys of 16 numbers are not rounded."""
+    folder, asked = written_in_fp8(tmp_path, 16), requests("glm_5")
     found = []
     for attention in ("move_elided", "compressed"):
         model = load(folder, dispatch=Dispatch(attention, kv_cache="fp8"))
@@ -125,6 +130,29 @@ def test_latents_in_fp8_are_chosen_among_alike(tmp_path):
         found.append(answer(Engine(programs, SIZE), *asked))
         assert [answer(Engine(programs, SIZE), one)[0] for one in asked] == found[-1]
     assert found[0] == found[1]
+
+
+@pytest.mark.deep
+def test_keys_in_fp8_give_the_same_tokens_in_a_batch_from_a_shared_prefix_preempted_and_from_the_host(tmp_path):
+    folder, asked = written_in_fp8(tmp_path, 128), requests("glm_5")
+    model = load(folder, dispatch=Dispatch(kv_cache="fp8"))
+    assert {name: array.dtype.name for name, array in model.new_pool(1).items() if "index" in name} == {
+        "index_k": "uint8", "index_k_scale": "float32"
+    }  # fmt: skip
+    programs = Programs(model)
+    whole = Engine(programs, dataclasses.replace(SIZE, chunk=256))  # no prompt is read in chunks
+    alone = [answer(whole, one)[0] for one in asked]
+    engine = Engine(programs, SIZE)
+    assert answer(engine, *asked) == answer(engine, *asked) == alone
+    assert engine.stats.hits > 3 * 2 * PAGE
+    small = Engine(programs, dataclasses.replace(SIZE, pages=10))
+    assert answer(small, *asked * 2, streams=True, preempt_every=5) == alone * 2
+    llm = LLM(folder, dtype="float32", kv_cache="fp8", cache_tokens=6 * PAGE, host_cache=0.05)
+    assert "their keys take 396 bytes a token in E4M3, after a Hadamard transform" in llm.explain()
+    for one, ids in [*zip(asked[:2], alone, strict=False)] * 2:
+        params = SamplingParams(max_tokens=len(ids), temperature=0.0, ignore_eos=True)
+        assert llm.generate([one.prompt], params)[0].token_ids == ids
+    assert llm.stats().bytes_in > 0
 
 
 @pytest.mark.deep

@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     changes: Mapping[str, Any] = MappingProxyType({})  # of the config
 
 
-INDEXERS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "q_lora_rank": 1536}
+INDEXERS = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "q_lora_rank": 1536}
 KINDS = {
     "bf16": Kind(drafter=Mtp(3)),
     "fp8 cache": Kind({"kv_cache": "fp8"}),

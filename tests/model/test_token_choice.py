@@ -181,7 +181,7 @@ def test_scores_of_all_cached_tokens_are_never_in_memory_together():
     """Of a chunk of a prompt behind a long context, whose scores alone would take more than all temporaries."""
     config = dataclasses.replace(Config.preset("v3_2"), index_topk=256)
     new, pages, size = 512, 4096, 64
-    sizes = roofline.choice_sizes(config, "gpu", "move_elided", 1, 2)._replace(slots=1024, choosing=64)
+    sizes = roofline.choice_sizes(config, "gpu", "move_elided", 1, new, 2)._replace(slots=1024, choosing=64)
     shapes = {
         "q": jax.ShapeDtypeStruct((1, new, 64, 128), jnp.float32),
         "w": jax.ShapeDtypeStruct((1, new, 64), jnp.float32),
@@ -207,8 +207,10 @@ def test_costs_grow_with_the_chosen_tokens_and_not_with_the_context():
     config = Config.preset("v3_2")
     short, long = (roofline.attention_cost(config, "move_elided", 8, 1, n) for n in (2049, 100_000))
     assert short == long
-    assert roofline.choice_cost(config, 8, 1, 2048) == (0, 0)
-    assert roofline.choice_cost(config, 8, 2, 4096).flops == 2 * 8 * 2 * 4096 * 64 * 128
+    assert roofline.choice_cost(config, 8, 1, 2048, key=256) == (0, 0)
+    found = roofline.choice_cost(config, 8, 2, 4096, key=132)
+    assert found.flops == 2 * 8 * 2 * 4096 * 64 * 128
+    assert found.bytes == 8 * 4096 * 132 + 8 * 8 * 2 * 4096 * 64
     dense = dataclasses.replace(config, index_topk=None)
     assert roofline.attention_cost(dense, "move_elided", 8, 1, 100_000).flops > 40 * long.flops
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import mla_decode, tuning
+from pallas_kernels import mla_decode, packed, tuning
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.heads_decode import gpu as heads_gpu
 from pallas_kernels.mla_decode import gpu as decode_gpu
@@ -75,6 +75,15 @@ def experts(held, M, X, F, D, weights, width, parts=1):
         return grouped_gpu.grouped(x, weights, group_sizes, **more)
 
     return call, (x, i32((X,)), *[w] * weights)
+
+
+def packed_experts(kind, M, X, F, D, width):
+    arrays = jax.eval_shape(lambda: packed.reorder(kind, packed.random_parts(kind, (X, F, D))))
+
+    def call(x, group_sizes, weights):
+        return grouped_gpu.grouped(x, (weights,), group_sizes, out_dtype=jnp.bfloat16, units=132, width=width)
+
+    return call, (bf16((M, D)), i32((X,)), arrays)
 
 
 def append(B, T, N, H, R, E, G, Z):
@@ -143,6 +152,9 @@ PROGRAMS = [
     (experts, ("bf16", 16384, 384, 2048, 7168, 2, 144)),
     (experts, ("w8", 64, 256, 2048, 7168, 2, 16)),
     (experts, ("w8", 64, 1, 576, 7168, 1, 64, 28)),
+    (experts, ("bf16", 16384, 512, 2048, 6144, 2, 144)),
+    (experts, ("w8", 512, 512, 2048, 6144, 2, 16)),
+    (packed_experts, ("Q4_K", 16384, 384, 2048, 7168, 128)),
     (experts, ("w8a8", 16384, 384, 7168, 2048, 1, 96)),
     (experts, ("w8a8", 16384, 384, 2048, 7168, 2, 96)),
 ]

@@ -17,7 +17,7 @@ def test_the_kernels_compile_for_an_h200_and_hardly_spill(run, tmp_path):
     dumps = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
     rows = run("compile.py", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_ENABLE_COMPILATION_CACHE="false", **dumps)
     rows = [json.loads(x) for x in rows.splitlines() if x.startswith("{")]
-    ops = {"append", "decode", "heads", "prefill", "sparse", "route", "few_experts", "experts"}
+    ops = {"append", "decode", "heads", "prefill", "sparse", "route", "few_experts", "experts", "packed_experts"}
     assert {row["op"] for row in rows} == ops  # compile.py fails at a program without one
     for row in rows:
         assert row["spills"] <= 64, row  # bytes, of what a row or the order of a tile starts with: none beside products

@@ -81,6 +81,20 @@ def greedy(model, prompt: list[int], steps: int) -> list[int]:
 
 
 @torch.no_grad()
+def in_chunks(model, prompt: list[int], chunk: int, steps: int) -> tuple[np.ndarray, list[int]]:
+    """The logits of a prompt that is read `chunk` tokens at a time, and `steps` greedy tokens behind it."""
+    cache, found, chosen = transformers.DynamicCache(config=model.config), [], []
+    for first in range(0, len(prompt), chunk):
+        tokens = torch.tensor([prompt[first : first + chunk]])
+        found.append(model(tokens, past_key_values=cache, use_cache=True).logits[0].numpy())
+    last = found[-1][-1]
+    for _ in range(steps):
+        chosen.append(int(last.argmax()))
+        last = model(torch.tensor([chosen[-1:]]), past_key_values=cache, use_cache=True).logits[0, -1].numpy()
+    return np.concatenate(found), chosen
+
+
+@torch.no_grad()
 def mtp_logits(model, tokens: np.ndarray) -> np.ndarray:
     """The first MTP layer's logits for token t + 2 at every t, given the true token t + 1."""
     if not hasattr(model.config, "num_mtp_layers"):  # some have an MTP layer that their class does not know of

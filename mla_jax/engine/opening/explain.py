@@ -6,7 +6,7 @@ from mla_jax.base import qtensor, roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, OWN_ATTENTION, EvictOptions
 from mla_jax.base.qtensor import REORDERED, QTensor
-from mla_jax.cache.paged import INDEX_K, NOTES, PAGE
+from mla_jax.cache.paged import NOTES, OF_INDEX, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.fp8_up import stays_fp8
@@ -198,18 +198,20 @@ def _chosen_tokens(model: Transformer) -> list[str]:
     if config.index_topk is None:
         return []
     layers, keys = config.num_hidden_layers, _bytes_of_token(model)
+    how = " in E4M3, after a Hadamard transform" if model.dispatch.packs_index_keys(config) else ""
     own = sum(config.has_indexer(layer) for layer in range(layers))
     others = f"; the other {layers - own} take the choice of a layer below" if own < layers else ""
     return [
         f"indexers: {own} of {layers} layers choose {config.index_topk:,} tokens for each new one{others}",
-        f"indexers: contexts of up to {config.index_topk:,} tokens are attended to as a whole; keys take {keys:,} bytes a token",
+        f"indexers: contexts of up to {config.index_topk:,} tokens are attended to as a whole",
+        f"indexers: their keys take {keys:,} bytes a token{how}",
     ]
 
 
 def _bytes_of_token(model: Transformer) -> int:
     """Of the keys of all indexers."""
-    keys = jax.eval_shape(lambda: model.new_pool(1))[INDEX_K]
-    return keys.size * keys.dtype.itemsize // PAGE
+    pool = jax.eval_shape(lambda: model.new_pool(1))
+    return sum(pool[name].size * pool[name].dtype.itemsize for name in OF_INDEX & pool.keys()) // PAGE
 
 
 def _break_even(model: Transformer) -> list[str]:
