@@ -51,7 +51,7 @@ def random_pool(config: Config, form: str, pages: int) -> paged.Pool:
         jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16)
         for n in (128, 128)
     )
-    remembers = dispatch.ALL_FORMS[form].remembers
+    remembers = dispatch.form_named(form).remembers
     one = [
         jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)
     ]
@@ -97,7 +97,7 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
 
 def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int, laps: int):
     """The jitted `(weights, pool, x) -> (y, pool)` of `laps` times the last `steps` of `slots` tokens."""
-    taken, options = dispatch.ALL_FORMS[form], LOOP_OPTIONS.get(jax.default_backend())
+    taken, options = dispatch.form_named(form), LOOP_OPTIONS.get(jax.default_backend())
     block = roofline.block_slots(config, jax.default_backend(), rows, 1, 2)
 
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)

@@ -86,10 +86,11 @@ class Sources:
         return hashlib.sha256(file.read_bytes()).digest()
 
     def _of_marks(self, test: Path) -> Iterator[Path]:
-        """The files in the folders that a test's marks name."""
+        """The files in the folders that a test's marks name, pages of text among them."""
         for arguments in MARK.findall(test.read_text()):
             for folder in QUOTED.findall(arguments):
                 yield from self._inside(self.root / folder)
+                yield from (self.root / folder).glob("*.md")
 
     def _needs(self, file: Path) -> set[Path]:
         """Files that a file imports or names, and the data next to it."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
-from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.errors import BadRequest, printable, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +51,25 @@ ABSENT = {
     "enable_prefix_caching": "it is always on",
     "enable_expert_parallel": "mesh shards experts over all devices",
 }
+
+
+class OwnNames(list[str]):
+    """Values of a setting that a program adds to the library's own, which are `taken`."""
+
+    def __init__(self, taken: Iterable[str]):
+        super().__init__()
+        self.taken = tuple(taken)
+
+    def add(self, name: str) -> None:
+        """Adds a name, which may be there already. Raises BadRequest for one that is taken or cannot be one."""
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("kernel_"):
+            raise BadRequest(
+                f"{shown(name)} cannot be a name", 'expected letters, digits and _, not "kernel_" in front'
+            )
+        if name in self.taken:
+            raise BadRequest(f"the name {name} is taken by the library", "taken: " + ", ".join(self.taken))
+        if name not in self:
+            self.append(name)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

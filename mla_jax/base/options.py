@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Unpack
 
 from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.link_rates import PLANNED
-from mla_jax.base.names import only_known_names, refuse_unknown
+from mla_jax.base.names import OwnNames, only_known_names, refuse_unknown
 from mla_jax.base.rules import (
     biases,
     check,
@@ -56,6 +56,8 @@ MOST_DRAFTS = 7  # behind a chosen token: a kernel over latents takes eight toke
 MAX_HOST = 2**20  # GiB
 MOST_PROCESSES = 4096
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
+# Further names: of forms and expert backends that a program has registered
+OWN_ATTENTION, OWN_EXPERTS = OwnNames(ATTENTION), OwnNames(EXPERTS)
 
 
 class Checked:
@@ -107,7 +109,9 @@ class ModelOptions(Checked):
 class AttentionOptions(Checked):
     """The form of attention, and the number format of its cache."""
 
-    attention: str = option("auto", one_of(*ATTENTION))  # alters: naive heads evict one by one
+    attention: str = option(
+        "auto", one_of(*ATTENTION, further=OWN_ATTENTION)
+    )  # alters: naive heads evict one by one
     """auto, naive, compressed, absorbed, move_elided, fused (GPU kernel)."""
     kv_cache: str = option("auto", one_of(*KV_CACHE))
     """auto (the compute dtype) or fp8 (E4M3, half the bytes)."""
@@ -117,7 +121,7 @@ class AttentionOptions(Checked):
 class ExpertOptions(Checked):
     """Where routed experts are computed (MoE offload to the CPU)."""
 
-    experts: str = option("auto", one_of(*EXPERTS))
+    experts: str = option("auto", one_of(*EXPERTS, further=OWN_EXPERTS))
     """auto, host (CPU), or a GPU backend: dense, loop, gather, ragged.
 
     auto moves the experts of as many layers to the CPU as do not fit the device, host moves all."""

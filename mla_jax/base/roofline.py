@@ -70,10 +70,13 @@ class Cost(NamedTuple):
         return max(self.flops / on.flops, self.bytes / on.bandwidth)
 
 
+OVER_HEADS = ("naive", "kernel_naive")  # forms that cache heads
+
+
 def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
     """Cached bytes of one token in one layer."""
     rope = config.qk_rope_head_dim
-    if form == "naive":
+    if form in OVER_HEADS:
         return itemsize * config.num_attention_heads * (config.qk_nope_head_dim + rope + config.v_head_dim)
     return itemsize * (config.kv_lora_rank + rope)
 
@@ -99,11 +102,20 @@ def choice_cost(config: Config, rows: int, new: int, attended: int, key: float) 
     return Cost(2 * products * width, key * rows * attended + 2 * 4 * products)
 
 
-def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+def attention_cost(
+    config: Config,
+    form: str,
+    rows: int,
+    new: int,
+    attended: int,
+    itemsize: int = 2,
+    held: float | None = None,
+) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
     The kernels write no scores: `kernel_latents` and `kernel_chosen` compute as `move_elided` does, `kernel_heads` as
-    `compressed`, `kernel_naive` as `naive`. Where tokens are chosen, each new token reads its own."""
+    `compressed`, `kernel_naive` as `naive`. Where tokens are chosen, each new token reads its own. A form that is not known here
+    counts as `move_elided`. A token is cached in `held` bytes, by default in those of `held_bytes`."""
     if chooses(config, attended):
         rows, new, attended = rows * new, 1, config.index_topk or 0
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
@@ -120,16 +132,19 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     )
     over = Cost(over_latents, itemsize * (latents + weights))
     copies = 2 * rows * attended * heads * (rank + rope)
-    return {
+    moved = over.plus(bytes=scores)
+    found = {
         "naive": plain.plus(bytes=scores),
         "kernel_naive": plain,
         "compressed": rebuilding.plus(bytes=scores),
         "kernel_heads": rebuilding,
         "absorbed": over.plus(bytes=itemsize * copies + scores),
-        "move_elided": over.plus(bytes=scores),
+        "move_elided": moved,
         "kernel_latents": over,
         "kernel_chosen": over,
-    }[form]
+    }.get(form, moved)
+    other = 0 if held is None else held - held_bytes(config, form, itemsize)
+    return found.plus(bytes=rows * attended * other)
 
 
 def step_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
@@ -177,25 +192,29 @@ def pick_form(
     return min(forms, key=lambda form: attention_seconds(config, on, form, rows, new, attended))
 
 
-def attention_seconds(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> float:
+def attention_seconds(
+    config: Config, on: Device, form: str, rows: int, new: int, attended: int, held: float | None = None
+) -> float:
     """About the time that a device takes for `attention_cost`."""
-    cost = attention_cost(config, form, rows, new, attended, on.itemsize)
+    cost = attention_cost(config, form, rows, new, attended, on.itemsize, held)
     rate = RATE_OF_HEADS.get(on.platform, 1.0) if form in ("naive", "compressed") else 1.0
     return cost._replace(flops=cost.flops / rate).seconds(on)
 
 
-def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
-    """One line on the cost of a form here, next to the alternative form's."""
+def why_form(
+    config: Config, on: Device, form: str, rows: int, new: int, attended: int, held: float | None = None
+) -> str:
+    """One line on the cost of a form here, whose tokens are cached in `held` bytes, next to the alternative form's."""
     over_latents = ("move_elided", "absorbed", "kernel_latents", "kernel_chosen")
     other = "compressed" if form in over_latents else "move_elided"
 
-    def said(name: str) -> str:
-        cost = attention_cost(config, name, rows, new, attended, on.itemsize)
-        seconds = attention_seconds(config, on, name, rows, new, attended)
+    def said(name: str, held: float | None = None) -> str:
+        cost = attention_cost(config, name, rows, new, attended, on.itemsize, held)
+        seconds = attention_seconds(config, on, name, rows, new, attended, held)
         bound = "arithmetic" if seconds > cost.bytes / on.bandwidth else "memory"
         return f"{name} {cost.flops / 1e9:,.3g} GFLOP, {cost.bytes / 1e6:,.3g} MB, {seconds * 1e6:,.3g} us by {bound}"
 
-    return f"{said(form)}; {said(other)}"
+    return f"{said(form, held)}; {said(other)}"
 
 
 CHUNK_ON_A_CPU = 512
@@ -283,7 +302,9 @@ def key_bytes(config: Config, itemsize: int) -> int:
 
 
 def chosen_bytes(config: Config, form: str, itemsize: int) -> int:
-    """Bytes for each pair of a new token and one that it has chosen: copied latents, scores, and heads where they are rebuilt."""
+    """Bytes for each pair of a new token and one that it has chosen: copied latents, scores, and heads where they are rebuilt.
+
+    A form that is not known here counts as `naive`."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank + config.qk_rope_head_dim
     head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     made = {
@@ -292,7 +313,7 @@ def chosen_bytes(config: Config, form: str, itemsize: int) -> int:
         "absorbed": heads * latent,
         "move_elided": latent,
     }
-    return 2 * 4 * heads + itemsize * (latent + made[form])
+    return 2 * 4 * heads + itemsize * (latent + made.get(form, made["naive"]))
 
 
 def block_bytes(config: Config, rows: int, new: int, slots: int, itemsize: int) -> int:

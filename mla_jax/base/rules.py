@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -75,11 +75,14 @@ def share_or_count(most: int) -> Rule:
     return rule
 
 
-def one_of(*names: str) -> Rule:
+def one_of(*names: str, further: Collection[str] = ()) -> Rule:
+    """One of these names, or of those that `further` has when a value is checked."""
+
     def rule(value: Any) -> str:
-        if isinstance(value, str) and value in names:
+        known = *names, *further
+        if isinstance(value, str) and value in known:
             return str(value)
-        raise Wrong("one of " + ", ".join(names))
+        raise Wrong("one of " + ", ".join(known))
 
     return rule
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.packing import pack, unpack
-from mla_jax.decode.store import Built, ProgramStore
+from mla_jax.decode.store import Built, ProgramStore, is_ours
 from mla_jax.model.transformer import Transformer
 
 THREADS = 4  # that compile; XLA adds threads of its own for each program
@@ -190,8 +190,12 @@ class Program:
         future.add_done_callback(lambda done: self._started.pop(key, None) if done.exception() else None)
         return started
 
+    def store_of(self, static: tuple = ()) -> ProgramStore | None:
+        """Where a program is stored; nowhere with code of a user's own, which the file's name does not tell."""
+        return self.shared.store if is_ours((self.function.keywords, static)) else None
+
     def _build(self, call: Call, traced: threading.Event) -> Built:
-        store = self.shared.store
+        store = self.store_of(call.key.static)
         name = None if store is None else self._file(call.key, store)
         try:
             if store is not None and name is not None and store.has(name) and (found := store.load(name)):

@@ -5,6 +5,7 @@ wrong with a file or the folder, the program is compiled instead. A file holds a
 user's own, and closed to others."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -15,7 +16,7 @@ import stat
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,10 @@ class ProgramStore:
         self.version = digest(code(), context)[:8]
 
     @classmethod
-    def of(cls, folder: Path, model: Transformer) -> "ProgramStore":
+    def of(cls, folder: Path, model: Transformer) -> "ProgramStore | None":
+        """None for a model that computes by functions of a user's own: no name of a file tells their code."""
+        if not is_ours(model.dispatch.functions):
+            return None
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         devices = Spread.of(model).devices or _devices_of(leaves[0])
@@ -156,6 +160,22 @@ def default_folder() -> Path | None:
 def digest(*parts: str) -> str:
     """A hash of texts, and of where one ends and the next begins."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+def is_ours(value: Any) -> bool:
+    """Whether the code of a value is the library's: of a function or an object, and of all that it is made of."""
+    package = (getattr(value, "__module__", "builtins") or "").partition(".")[0]
+    return package in (*CODE, "builtins", "numpy") and all(map(is_ours, _parts(value)))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, tuple | list):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
 
 
 @functools.cache

@@ -196,16 +196,16 @@ class MeshCost:
         return Cost(parts.indexers * one.flops, parts.indexers * one.bytes)
 
     def _attending(self, work: Pass) -> Cost:
-        """Attention to cached tokens, in and out of their space; of a cache that is narrower than the form counts."""
+        """Attention to cached tokens, in and out of their space."""
         parts, held = self.parts, math.ceil(work.attended / self.of(CONTEXT))
         form = self.form(work.rows, work.new, held)
         whole, weights = (
-            roofline.attention_cost(self._of_device, form, work.rows, work.new, n, parts.itemsize)
+            roofline.attention_cost(
+                self._of_device, form, work.rows, work.new, n, parts.itemsize, parts.latent
+            )
             for n in (held, 0)
         )
-        narrower = roofline.held_bytes(self._of_device, form, parts.itemsize) - parts.latent
-        tokens = roofline.read_tokens(self.config, work.rows, work.new, held)
-        read = whole.bytes - weights.bytes - tokens * narrower
+        read = whole.bytes - weights.bytes
         return Cost(parts.layers * whole.flops, parts.layers * read + parts.weights["heads"].bytes)
 
     def form(self, rows: int, new: int, attended: int) -> str:

@@ -48,14 +48,14 @@ from mla_jax.model.token_choice import MaskChoice, TokenChoice
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
 
-ALL_FORMS = mla.FORMS | KERNELS
-OVER_HEADS = ("naive", "kernel_naive")  # the forms that cache heads
-FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name not in OVER_HEADS}
-FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 Selection = PageSelection | MixedSelection
 Choosing = TokenChoice | MaskChoice | MixedChoice
-# What may be asked for; "fused" is the kernel for the step's number of new tokens
-ATTENTION_NAMES = ("auto", *mla.FORMS, "fused")
+
+
+def form_named(name: str, kv_cache: str = "auto") -> mla.Form:
+    """The form of this name, kernels' among them, over a cache in this format."""
+    form = (mla.FORMS | KERNELS)[name]
+    return fp8_latent.over(form) if kv_cache == "fp8" else form
 
 
 class AttentionPlan(NamedTuple):
@@ -92,8 +92,8 @@ class StepPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """`attention` is one of ATTENTION_NAMES, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents and keys of
-    indexers in E4M3).
+    """`attention` is "auto", a name in mla.FORMS, or "fused", the kernel for a step's number of new tokens. `experts` is a
+    backend or "auto", `kv_cache` "auto" or "fp8" (latents and keys of indexers in E4M3).
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
@@ -137,7 +137,7 @@ class Dispatch:
         return StepPlan(form, shared, turns, experts, differ, **edits)
 
     def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
-        form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
+        form = form_named(name, "auto" if pool is None else self.kv_cache)
         if self.window is not None:
             form = far_positions.windowed(form, self.window, model.config)
         slots = self.block_slots(model, name, *batch.positions.shape)
@@ -226,7 +226,21 @@ class Dispatch:
 
     def cached(self) -> mla.Form:
         """A form that caches what all forms of this dispatch do."""
-        return FORMS_OF[self.kv_cache][self.form_of_scores]
+        return form_named(self.form_of_scores, self.kv_cache)
+
+    @property
+    def remembers(self) -> Callable[..., dict[str, jax.Array]]:
+        """The function that makes the cached arrays of new tokens, as the form that is asked for has it."""
+        return mla.FORMS[self.attention].remembers if self.attention in mla.FORMS else mla.latents
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The form and the expert backend that are asked for by name; none where these are chosen."""
+        return tuple(
+            table[name]
+            for table, name in ((mla.FORMS, self.attention), (BACKENDS, self.experts))
+            if name in table
+        )
 
     def packs_index_keys(self, config: Config) -> bool:
         """Whether the keys of indexers are cached in E4M3."""
@@ -234,13 +248,20 @@ class Dispatch:
 
     @property
     def caches_heads(self) -> bool:
-        """Whether each head's keys and values are cached; elsewhere it is latents, which all heads share."""
-        return self.attention == "naive"
+        """Whether each head's keys and values are cached."""
+        return self.remembers is mla.heads
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether all heads share what is cached, so that devices along `tensor` cache the same."""
+        return self.remembers is mla.latents
 
     @property
     def form_of_scores(self) -> str:
-        """The form whose scores a policy sees: over cached heads, or over latents."""
-        return "naive" if self.caches_heads else "move_elided"
+        """The form whose scores a policy sees: over latents, over cached heads, or the form of a user's own."""
+        if self.shares_cache:
+            return "move_elided"
+        return "naive" if self.caches_heads else self.attention
 
     def form_name(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
         """The form for `rows` rows of `new` tokens that attend to `attended` tokens each."""
@@ -254,7 +275,7 @@ class Dispatch:
             return (self._form_of_chosen(model, rows, new, attended),)
         if self.window is not None:
             return ("move_elided",)
-        if self.caches_heads and new == 1:
+        if self.attention == "naive" and new == 1:
             has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
             return ("kernel_naive" if has_kernel else "naive",)
         if self.attention != "auto":
@@ -279,7 +300,7 @@ class Dispatch:
             return "xla"
         if form == "kernel_latents" and new > 1 and self.layout.context > 1:
             return "xla"  # it takes a row's queries for the last tokens that are on the device
-        row, config = FORMS_OF[self.kv_cache][form], self.seen(model.config)
+        row, config = form_named(form, self.kv_cache), self.seen(model.config)
         graph, weights = nnx.split(MLA(config, Shapes()))
         weights = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, model.dtype), weights)
         x = jax.ShapeDtypeStruct((rows, new, config.hidden_size), model.dtype)

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from mla_jax.base.config import Config
 from mla_jax.model import kernels
 from mla_jax.model.fp8_up import Up
-from mla_jax.model.mla import Form
+from mla_jax.model.mla import FORMS, Form, latents
 
 CODES, SCALES = "c_kv", "c_kv_scale"  # names in a layer of the cache
 
 
 def why_not(config: Config, form: str) -> str | None:
     """Why a model's cache cannot have this format; None: it can."""
-    if form == "naive":
-        return "the form naive caches heads, not latents"
+    if form in FORMS and FORMS[form].remembers is not latents:
+        return f"the form {form} caches other arrays than latents"
     group = kernels.fp8_group()
     if config.kv_lora_rank % group:
         return f"there is a scale per {group} numbers, and the latent has {config.kv_lora_rank}"

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
 
-A form defines the cached arrays of a token and the attention over them. All four use the same two weights, the halves of
-kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py multiplies by halves in FP8.
-They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes
-scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
+A form defines the cached arrays of a token and the attention over them; `register_form` adds one. All four use the same two
+weights, the halves of kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py
+multiplies by halves in FP8. They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares
+their costs. A form makes scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.axes import TENSOR
 from mla_jax.base.config import LATENT_NORM_EPS, Config
+from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.options import OWN_ATTENTION
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
@@ -101,7 +103,8 @@ def move_elided(q: Queries, held: HeldTokens, up: Up, scale: float) -> Float[Arr
 class Form(NamedTuple):
     """A row of a table of forms.
 
-    remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input.
+    remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input. Forms with the same
+    function share a cache.
     attends(queries, held, up, scale) -> `[B T N V]`.
     prepare(batch, pool, config, block) -> the plan that all layers of a step share; `pool` is None without a cache.
     The softmax over the cache goes by blocks of about `block` slots, except in kernels.
@@ -121,6 +124,16 @@ FORMS = {
     "absorbed": Form(latents, absorbed),
     "move_elided": Form(latents, move_elided),
 }
+
+
+def register_form(name: str, form: Form) -> None:
+    """Adds a form of your own to FORMS, or replaces it: `LLM(model, attention=name)` then computes by it.
+
+    Raises BadRequest for a name that the library has, and for a value that is no Form."""
+    if not isinstance(form, Form):
+        raise BadRequest(f"the form {name} is {shown(form)}", "expected Form(remembers, attends)")
+    OWN_ATTENTION.add(name)
+    FORMS[name] = form
 
 
 def rescaled(weight: Float[Array, " R"], factor: float) -> Float[Array, " R"]:

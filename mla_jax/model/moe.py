@@ -1,7 +1,8 @@
 """Mixture of experts: the routers of DeepSeek-V2 and V3, and the backends that compute the chosen experts.
 
 A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
-no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. A layer's `Experts` may
+no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`; `register_backend` adds
+one. A layer's `Experts` may
 be replaced by a module of the same call that computes them elsewhere (mla_jax.offload)."""
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import axes
 from mla_jax.base.config import Config
+from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.options import OWN_EXPERTS
 from mla_jax.model.exchange import Exchange
 from mla_jax.model.exchange import by_gathering as gather_tokens
 from mla_jax.model.grouped import ExpertWeights, Grouped, chosen_weights, ragged
@@ -127,7 +130,20 @@ def loop(
     return grouped.combine(y, chosen_weights(topk_ids, topk_weights, n_experts))
 
 
-BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
+BACKENDS: dict[str, Backend] = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Adds an expert backend of your own to BACKENDS, or replaces it: `LLM(model, experts=name)` then computes by it.
+
+    `backend(x, topk_ids, topk_weights, experts) -> [n D]`, where `experts` are gate, up and down. Raises BadRequest for a name
+    that the library has, and for a value that cannot be called."""
+    if not callable(backend):
+        raise BadRequest(
+            f"the backend {name} is {shown(backend)}", "expected a function such as mla_jax.model.moe.dense"
+        )
+    OWN_EXPERTS.add(name)
+    BACKENDS[name] = backend
 
 
 UNPACKED = 1 << 30  # bytes of one stack of packed experts, beyond which they are unpacked one by one

@@ -47,9 +47,9 @@ def parts_of(model: Transformer) -> Parts:
         layers=layers,
         moe_layers=sum(model.config.is_moe(i) for i in range(layers)),
         itemsize=model.dtype.itemsize,
-        latent=_token_bytes(model, index=False) * model.dispatch.layout.context,
+        latent=token_bytes(model),
         indexers=sum(model.config.has_indexer(i) for i in range(layers)),
-        index_key=_token_bytes(model, index=True),
+        index_key=_bytes_in_layer(model, index=True),
         chunk=model.dispatch.chunk(model),
         forms=_forms(model),
         exchange=model.dispatch.exchange,
@@ -86,7 +86,12 @@ def page_bytes(model: Transformer, layers: int | None = None) -> int:
     return sum(a.size * a.dtype.itemsize for a in pool.values())
 
 
-def _token_bytes(model: Transformer, index: bool) -> float:
+def token_bytes(model: Transformer) -> float:
+    """Bytes that a token leaves in a layer for its attention, of the heads of one device."""
+    return _bytes_in_layer(model, index=False) * model.dispatch.layout.context
+
+
+def _bytes_in_layer(model: Transformer, index: bool) -> float:
     """Bytes that a token leaves in a layer on one device: for its attention, or for its `index`."""
     pool = jax.eval_shape(lambda: model.new_pool(1, layers=1))
     return sum(a.size * a.dtype.itemsize for name, a in pool.items() if (name in OF_INDEX) == index) / PAGE

@@ -5,6 +5,7 @@ import dataclasses
 from flax import nnx
 
 from mla_jax.base.errors import Unsupported
+from mla_jax.base.options import OWN_ATTENTION, OWN_EXPERTS
 from mla_jax.mesh.partition import ONE
 from mla_jax.model.moe import MoE
 from mla_jax.model.ops import plain
@@ -16,8 +17,9 @@ def trainable(model: Transformer, remat: bool = False) -> Transformer:
 
     Weights are floating-point numbers of the model's dtype: arrays that are so already are shared, quantised ones are unpacked.
     All experts are computed for all tokens (the backend "dense"), because the loop over experts on a CPU and the kernels have no
-    gradients. On a mesh arrays stay where they are, and JAX shares the work out. With `remat` a layer's activations are computed
-    again for its gradients, and only its input is kept. Raises Unsupported as `refuse_apart` does."""
+    gradients; a form and a backend of a user's own stay. On a mesh arrays stay where they are, and JAX shares the work out. With
+    `remat` a layer's activations are computed again for its gradients, and only its input is kept. Raises Unsupported as
+    `refuse_apart` does."""
     refuse_apart(model)
     graph, state = nnx.split(model)
     flat = [
@@ -25,8 +27,10 @@ def trainable(model: Transformer, remat: bool = False) -> Transformer:
         for path, variable in nnx.to_flat_state(state)
     ]
     copy = nnx.merge(graph, nnx.from_flat_state(flat))
+    attention = model.dispatch.attention if model.dispatch.attention in OWN_ATTENTION else "move_elided"
+    experts = model.dispatch.experts if model.dispatch.experts in OWN_EXPERTS else "dense"
     copy.dispatch = dataclasses.replace(
-        model.dispatch, attention="move_elided", experts="dense", layout=ONE, remat=remat
+        model.dispatch, attention=attention, experts=experts, layout=ONE, remat=remat
     )
     return copy
 

@@ -290,9 +290,10 @@ class Transformer(nnx.Module):
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [
             jax.ShapeDtypeStruct((1, 1, n), self.dtype)
-            for n in (config.kv_lora_rank, config.qk_rope_head_dim)
+            for n in (config.kv_lora_rank, config.qk_rope_head_dim, config.hidden_size)
         ]
-        token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
+        c_kv, k_pe, x = shapes
+        token = jax.eval_shape(self.dispatch.cached().remembers, c_kv, k_pe, up, x)
         count = self.cached_layers if layers is None else layers
         on_cpu = self.dispatch.device.platform == "cpu"
         of_tokens, of_pages = self._notes()

@@ -337,9 +337,9 @@ def pages_for(tokens: int) -> int:
 
 
 def page_parts(model: Transformer) -> int:
-    """Devices of a shard that have different parts of a page: of its tokens, and of the heads where these are cached."""
+    """Devices of a shard that have different parts of a page: of its tokens, and of heads where these do not share it."""
     layout = model.dispatch.layout
-    return layout.context * (layout.tensor if model.dispatch.caches_heads else 1)
+    return layout.context * (1 if model.dispatch.shares_cache else layout.tensor)
 
 
 def available(devices: Devices) -> int:

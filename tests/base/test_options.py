@@ -234,10 +234,10 @@ def test_a_group_that_is_none_is_refused_by_name(group):
 
 
 def test_names_are_those_that_the_model_computes_by():
-    from mla_jax.model.dispatch import ATTENTION_NAMES
+    from mla_jax.model.mla import FORMS
     from mla_jax.model.moe import BACKENDS
 
-    assert declared.ATTENTION == ATTENTION_NAMES
+    assert ("auto", *FORMS, "fused") == declared.ATTENTION
     assert set(declared.EXPERTS) == {"auto", "host", *BACKENDS}
 
 

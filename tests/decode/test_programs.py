@@ -10,14 +10,19 @@ import time
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from models import FAMILIES, tensors, write
+from own_names import own_names_go
 
+from mla_jax.cache.evict import Ada, Budget, Critical, SnapKV
 from mla_jax.decode import store
+from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, default_entries
 from mla_jax.engine.core.stats import between
+from mla_jax.model import mla
 from mla_jax.model.kernels import load_runtime
 from mla_jax.weights.load import load
 from pallas_kernels import choice
@@ -155,6 +160,36 @@ def test_programs_of_other_code_or_another_setting_have_other_names(model, folde
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr(store, "code", lambda: "another")
     assert kept.name("run", "x") != name
+
+
+def test_programs_with_code_of_a_users_own_are_not_stored(model, folder):
+    def remembers(c_kv, k_pe, up, x=None):
+        return mla.latents(c_kv, k_pe, up, x)
+
+    with own_names_go():
+        mla.register_form("mine", mla.Form(remembers, mla.move_elided))
+        own = nnx.merge(*nnx.split(model))
+        own.dispatch = dataclasses.replace(model.dispatch, attention="mine")
+        assert store.ProgramStore.of(folder, own) is None
+        own.dispatch = dataclasses.replace(model.dispatch, attention="absorbed", experts="dense")
+        assert store.ProgramStore.of(folder, own) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak(SnapKV):
+    def of_block(self, seen):
+        return seen.weights.max(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "stored"),
+    [(SnapKV(), Ada(), True), (Critical(SnapKV()), Budget(), True), (Peak(), Ada(), False), (Critical(Peak()), Budget(), False)],
+)
+def test_a_policy_is_stored_by_its_settings_where_its_code_is_the_librarys(model, folder, policy, budget, stored):
+    programs = Programs(model, folder=folder, evicts=Selection(policy, budget))
+    assert (programs.observe.store_of() is not None) == stored
+    assert programs.run.store_of((np.int32(3), "text", None)) is not None
+    assert programs.run.store_of((np.int32(3), (lambda logits: logits,))) is None  # a function among the static arguments
 
 
 def test_the_files_used_last_stay(model, folder, expected, monkeypatch, tmp_path):

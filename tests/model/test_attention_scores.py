@@ -18,7 +18,7 @@ from mla_jax.cache.evict import H2O, TOVA, Critical, EvictionPolicy, KeyDiff, Se
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model import attention_scores
 from mla_jax.model.block_attention import StepCache
-from mla_jax.model.dispatch import FORMS_OF, Dispatch
+from mla_jax.model.dispatch import Dispatch, form_named
 
 CONFIG = Config.preset("tiny")
 N, P, E, V, D = 3, 4, 2, 5, 6  # heads; numbers of a plain key, a rotary key, a value, an output
@@ -65,7 +65,7 @@ class Cached:
 
     def __init__(self, cache: str, size: int = 4, spread: float = 2.0):
         kv_cache, name = CACHES[cache]
-        self.form, self.size, self.held = FORMS_OF[kv_cache][name], size, np.array(HELD)
+        self.form, self.size, self.held = form_named(name, kv_cache), size, np.array(HELD)
         self.counts = np.where(np.isin(np.arange(len(HELD)), NO_ROW), 0, self.held)
         rng = np.random.default_rng(0)
         rank, rows, most = 128 if cache == "fp8" else 8, len(HELD), max(HELD)

@@ -11,7 +11,7 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.model import rope
-from mla_jax.model.dispatch import ALL_FORMS, Dispatch
+from mla_jax.model.dispatch import Dispatch, form_named
 
 ROWS = 3
 COUNTS = {  # new tokens of each row, padding behind them
@@ -152,7 +152,7 @@ def test_heads_that_have_dropped_tokens_of_their_own_are_read_by_their_own_pages
         model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch("naive"))
         empty = model.new_pool(pages, size, 1)
         pool = {name: jax.random.normal(jax.random.key(1), array.shape) for name, array in empty.items()}
-        row, attn = ALL_FORMS[form], model.layers[0].attn
+        row, attn = form_named(form), model.layers[0].attn
         step = row.prepare(batch, pool, config, size)
         layer = paged.Layer(paged.stored(pool, empty), jnp.int32(0))
         said.append(np.asarray(attn(x, layer, row, step, rope.turns(batch.positions, config))[0]))

@@ -17,7 +17,7 @@ from mla_jax.cache.paged import SUMMARY, Layer, Pool
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Quest, Retrieval, RetrievalPolicy
 from mla_jax.decode.loop import LOOP_OPTIONS
 from mla_jax.model import page_selection, rope
-from mla_jax.model.dispatch import FORMS_OF, Dispatch
+from mla_jax.model.dispatch import Dispatch, form_named
 from mla_jax.model.mla import MLA
 
 TINY = dataclasses.replace(Config.preset("tiny"), num_hidden_layers=3)
@@ -49,7 +49,7 @@ def scattered(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def attend(attn: MLA, x: jax.Array, layer: Layer, batch: Batch, asked: Retrieval) -> tuple[jax.Array, Layer]:
-    form = FORMS_OF["auto"]["move_elided"]
+    form = form_named("move_elided")
 
     def prepare(batch: Batch) -> Any:
         return form.prepare(batch, layer.pool, attn.config, SIZE)

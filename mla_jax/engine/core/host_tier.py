@@ -62,7 +62,7 @@ class HostTier:
     def __init__(self, programs: Programs, count: int, stats: EngineStats):
         self.programs, self.spread, self.stats = programs, programs.spread, stats
         layout = self.spread.layout
-        self._parts = layout.context * (layout.tensor if programs.model.dispatch.caches_heads else 1)
+        self._parts = layout.context * (1 if programs.model.dispatch.shares_cache else layout.tensor)
         kinds = {
             name: Kind((self._parts, *one.shape), np.dtype(one.dtype)) for name, one in programs.page.items()
         }

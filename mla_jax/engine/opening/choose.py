@@ -13,7 +13,7 @@ from mla_jax.base.axes import parse_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.link_rates import PLANNED
-from mla_jax.base.options import MAX_ROWS, Options
+from mla_jax.base.options import MAX_ROWS, OWN_ATTENTION, Options
 from mla_jax.decode.speculative import Drafter
 from mla_jax.engine.core.drafting import Drafting, drafter_of
 from mla_jax.engine.core.size import ROW_COUNTS
@@ -25,7 +25,7 @@ from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.expert_copies import placed
 from mla_jax.mesh.partition import Layout
 from mla_jax.mesh.planned import planned
-from mla_jax.model import fp8_latent
+from mla_jax.model import fp8_latent, own_forms
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.parts import cost_of
 from mla_jax.offload import calibrate
@@ -53,6 +53,10 @@ def checkpoint_of(options: Options) -> Checkpoint:
     )
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
+    if attention in OWN_ATTENTION:
+        asked = {"evict": options.eviction.evict, "retrieve": options.retrieval.retrieve}
+        policies = [name for name, policy in asked.items() if policy != "off"]
+        own_forms.check_form(attention, checkpoint.config, policies)
     return checkpoint
 
 

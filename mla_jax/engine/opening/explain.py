@@ -4,14 +4,14 @@ import jax
 
 from mla_jax.base import qtensor, roofline
 from mla_jax.base.limits import gib
-from mla_jax.base.options import EVERY, EvictOptions
+from mla_jax.base.options import EVERY, OWN_ATTENTION, EvictOptions
 from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.cache.paged import NOTES, OF_INDEX, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.fp8_up import stays_fp8
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.parts import packed_shapes, unpacked_bytes
+from mla_jax.model.parts import packed_shapes, token_bytes, unpacked_bytes
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import MemoryPlan
@@ -138,7 +138,8 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
         f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
     )
     chosen = "chosen" if dispatch.attention == "auto" else "as asked"
-    why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended)
+    held = token_bytes(model) if form in OWN_ATTENTION else None
+    why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended, held)
     over = f"{attended:,}"
     if roofline.chooses(model.config, attended):
         over = f"{model.config.index_topk:,} of {over}"
@@ -155,6 +156,9 @@ def _cache(model: Transformer, planned: MemoryPlan) -> list[str]:
     if planned.hosted:
         host = f"{gib(planned.host_cache)} of the host's memory"
         lines.append(f"cache: {planned.hosted:,} tokens that it has no room for stay in {host}")
+    if model.dispatch.attention in OWN_ATTENTION:
+        own = f"{model.dispatch.attention} caches {token_bytes(model):,.0f} bytes of a token in each layer"
+        lines.append(f"cache: {own}; its arithmetic is counted as that of move_elided")
     if model.dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     return lines
