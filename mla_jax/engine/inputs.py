@@ -162,7 +162,7 @@ class InputProcessor:
             raise BadRequest("the token lists are not of one length") from e
         if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
             raise BadRequest(
-                "logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}"
+                "expected token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}"
             )
         for row in array.tolist():
             self.check_prompt(row, needed=0)

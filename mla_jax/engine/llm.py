@@ -19,20 +19,18 @@ from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
-from mla_jax.engine import updating
+from mla_jax.engine import looking, updating
 from mla_jax.engine.bar import Bar
-from mla_jax.engine.cached_tokens import cached_tokens
 from mla_jax.engine.compressing import Compressing
 from mla_jax.engine.core.compressed import CompressedContext, read_context
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
-from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.core.worker import Worker
-from mla_jax.engine.looking import capture_of, captured_bytes
+from mla_jax.engine.looking import capture_of
 from mla_jax.engine.opening.explain import explain, explain_programs
 from mla_jax.engine.opening.opened import Opened, opened_of
 from mla_jax.engine.policy.choose import policy_of
@@ -43,7 +41,6 @@ from mla_jax.engine.request_groups import Served
 from mla_jax.engine.streams import Stream
 from mla_jax.engine.text import files_of
 from mla_jax.hosts import distributed
-from mla_jax.model.capture import Capture
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
@@ -51,7 +48,6 @@ from mla_jax.text.stream import TextStream
 from mla_jax.weights.held import HeldWeights
 from mla_jax.weights.load import Progress
 from mla_jax.weights.save import save
-from mla_jax.weights.temporaries import logits_bytes
 
 BAR_SECONDS = 0.5  # after which a bar is drawn again, if nothing has come
 
@@ -218,7 +214,7 @@ class LLM:
             raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
         (request,) = self.requests([prompt], params, context)
         opened: list[Reader] = []
-        return Stream(self._stream(request, opened), opened, self._cache_of)
+        return Stream(self._stream(request, opened), opened, functools.partial(looking.cache_of, self))
 
     def requests(self, prompts: Any, params: Any, context: CompressedContext | None = None) -> list[Request]:
         """As `inputs.requests`, which makes them; a context must be one of this LLM."""
@@ -275,10 +271,7 @@ class LLM:
         """float32 logits `[B T W]` of token sequences of one length; no BOS is added.
 
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
-        self._refresh()
-        array = np.asarray(self.inputs.token_block(tokens), np.int32)
-        self._refuse_logits(*array.shape)
-        return self._worker.call(functools.partial(self._logits, array))
+        return looking.logits_for(self, tokens)
 
     @_named
     def forward(
@@ -305,12 +298,7 @@ class LLM:
         Attention is that of the form that the LLM was opened with. Raises BadRequest for layers that are not there, DoesNotFit
         before anything takes memory that the plan does not leave."""
         self._refuse_several("forward", "take one process")
-        capture = capture_of(self.config, hidden, lens, attention, router, cache)
-        self._refresh()
-        array = np.asarray(self.inputs.token_block(tokens), np.int32)
-        rows, length = array.shape
-        self._refuse_logits(rows, length, captured_bytes(self.model, capture, rows, length))
-        return self._worker.call(functools.partial(self._captured, array, capture))
+        return looking.forward_for(self, tokens, capture_of(self.config, hidden, lens, attention, router, cache))
 
     @_named
     def compress(
@@ -425,12 +413,6 @@ class LLM:
         self._refuse_followers()
         self._worker.call(lambda: self._warm_up(grammars))
 
-    def _cache_of(self, job: Job) -> dict[str, np.ndarray]:
-        """The cached tokens of a job that runs."""
-        self._refuse_several("the cache of a request", "take one process")
-        assert isinstance(self.engine, Engine)
-        return self._worker.call(functools.partial(cached_tokens, job, self.engine.device))
-
     def _stream(self, request: Request, opened: list[Reader]) -> Generator[Chunk]:
         news = threading.Event()
         (reader,) = self.submit([request], lambda _: news.set(), streams=True)
@@ -449,18 +431,6 @@ class LLM:
             self.cancel([reader])
             if self._routing is not None and not reader.done:
                 self._worker.tell(self._take_load)
-
-    def _logits(self, tokens: np.ndarray) -> np.ndarray:
-        with self._memory_explained():
-            found = self.engine.logits(tokens)
-        self._programs.check()
-        return found
-
-    def _captured(self, tokens: np.ndarray, capture: Capture) -> dict[str, np.ndarray]:
-        with self._memory_explained():
-            found = self._programs.captured_of(tokens, capture)
-        self._programs.check()
-        return found
 
     def _warm_up(self, grammars: bool) -> None:
         with self._memory_explained():
@@ -551,21 +521,6 @@ class LLM:
             self._routing.save()
         except BadRequest as e:
             warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=1)
-
-    @property
-    def _room(self) -> int:
-        """Bytes that the weights leave free."""
-        return self.plan.available - self.plan.weights
-
-    def _refuse_logits(self, rows: int, tokens: int, captured: int = 0) -> None:
-        """Raises DoesNotFit before the logits of `rows` sequences of `tokens` tokens, and `captured` bytes, take any memory."""
-        needed = logits_bytes(self.model, rows, tokens) + captured
-        if needed > self._room:
-            raise DoesNotFit(
-                f"the logits of {rows:,} x {tokens:,} tokens do not fit",
-                f"they and their activations take about {gib(needed)}; the weights leave room for {gib(self._room)}",
-                "give fewer or shorter sequences per call",
-            )
 
     @contextlib.contextmanager
     def _memory_explained(self):

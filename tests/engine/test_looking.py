@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mla_jax import LLM, BadRequest, DoesNotFit, SamplingParams, Unsupported
+from mla_jax.engine import looking
 from mla_jax.model import rope
 from mla_jax.model.mla import FORMS
 
@@ -109,7 +110,7 @@ def test_layers_that_are_not_there_are_refused(llm, asked, words, monkeypatch):
 
 
 def test_more_than_the_device_has_room_for_is_refused_before_it_is_computed(llm, monkeypatch):
-    monkeypatch.setattr(type(llm), "_room", property(lambda _: 1 << 20))
+    monkeypatch.setattr(looking, "logits_bytes", lambda *_: llm.plan.available)
     with pytest.raises(DoesNotFit, match="do not fit"):
         llm.forward(np.full((1, 500), 3), attention=range(llm.config.num_hidden_layers))
 
