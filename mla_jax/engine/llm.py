@@ -298,7 +298,9 @@ class LLM:
         Attention is that of the form that the LLM was opened with. Raises BadRequest for layers that are not there, DoesNotFit
         before anything takes memory that the plan does not leave."""
         self._refuse_several("forward", "take one process")
-        return looking.forward_for(self, tokens, capture_of(self.config, hidden, lens, attention, router, cache))
+        return looking.forward_for(
+            self, tokens, capture_of(self.config, hidden, lens, attention, router, cache)
+        )
 
     @_named
     def compress(

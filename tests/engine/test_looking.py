@@ -136,6 +136,7 @@ def test_the_cache_of_an_answer_is_what_a_forward_pass_gives(llm):
         assert np.abs(cached[name] - expected[name][:, 0]).max() < 1e-4
 
 
+@pytest.mark.deep
 def test_the_cache_of_heads_is_that_of_every_head():
     with LLM(GOLDEN / "v3", dtype="float32", attention="naive") as llm:
         stream, ids = answered(llm, 3)
@@ -145,6 +146,7 @@ def test_the_cache_of_heads_is_that_of_every_head():
     assert found["v"].shape[1] >= len(ids) - 1
 
 
+@pytest.mark.deep
 def test_an_fp8_cache_is_shown_as_numbers():
     with LLM(None, dtype="float32", kv_cache="fp8") as llm:
         stream, ids = answered(llm, 3)

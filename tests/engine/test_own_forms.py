@@ -181,6 +181,7 @@ def test_a_form_that_remembers_latents_has_all_that_the_librarys_have(retrieving
     assert own == moved
 
 
+@pytest.mark.deep
 def test_gradients_are_those_of_the_form_and_the_backend(retrieving_folder):
     """Twice the values are no form of MLA; but the model computes by them, so its gradients do."""
     register_form("twice", Form(mla.latents, lambda *given: 2 * mla.move_elided(*given)))

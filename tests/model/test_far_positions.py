@@ -13,7 +13,7 @@ from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer
 from mla_jax.model import far_positions
 from mla_jax.model.block_attention import StepCache
-from mla_jax.model.dispatch import FORMS_OF
+from mla_jax.model.dispatch import form_named
 
 N, P, E, R, V, SIZE, SCALE = 2, 3, 6, 5, 4, 4, 0.4
 HELD = np.array([9, 23, 0, 14])  # tokens of each row
@@ -60,7 +60,7 @@ def turned(x: np.ndarray, position: int, config: Config) -> np.ndarray:
 
 def found(drawn: Drawn, batch: Batch, at: tuple[np.ndarray, np.ndarray], window: int, config: Config, block: int) -> np.ndarray:
     """Attention of the tokens `at` (row, token), in the batch's lines; all rows' tokens are cached."""
-    form = far_positions.windowed(FORMS_OF["auto"]["move_elided"], window, config)
+    form = far_positions.windowed(form_named("move_elided", "auto"), window, config)
     layer = Layer(pool_of(drawn), jnp.int32(0))
 
     @jax.jit
@@ -112,7 +112,7 @@ def test_rows_and_lines_attend_as_loops_do(window, config):
 
 def test_without_a_cache_tokens_attend_to_each_other_alike():
     drawn, config, window = Drawn(), CONFIGS[True], 5
-    form = far_positions.windowed(FORMS_OF["auto"]["move_elided"], window, config)
+    form = far_positions.windowed(form_named("move_elided", "auto"), window, config)
     batch = Batch.dense(len(HELD), int(max(HELD)))
     up, q = (tuple(map(floats, pair)) for pair in (drawn.up, (drawn.q, drawn.q_pe)))
     new, step = form.remembers(floats(drawn.c_kv), floats(drawn.k_pe), up), form.prepare(batch, None, config, 8)

@@ -85,6 +85,7 @@ def model_of(kv_cache: str) -> Transformer:
     return Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch("move_elided", kv_cache=kv_cache))
 
 
+@pytest.mark.deep
 def test_a_model_chooses_nearly_the_same_tokens():
     """24 of 200, by one of its indexers: nine of ten, at least, are those that keys as computed choose."""
     indexer, rng = model_of("auto").layers[0].attn.indexer, np.random.default_rng(3)
@@ -137,6 +138,7 @@ def test_hidden_states_are_near_those_of_keys_as_computed(monkeypatch):
     assert 0 < off.mean() < far.mean() / 3
 
 
+@pytest.mark.deep
 def test_bytes_of_keys_are_counted_as_they_are_cached():
     """132 a token and layer, of 512 in float32."""
     fewer = page_bytes(model_of("auto")) - page_bytes(model_of("fp8"))

@@ -313,6 +313,7 @@ OTHER = {  # another value of each setting
     "evict_recent": 16,
     "retrieve": "quest",
     "retrieve_tokens": 512,
+    "retrieve_window": {"retrieve": "infllm", "retrieve_tokens": 1024, "retrieve_window": 256},
     "memory_fraction": 0.5,
     "batch": 2,
     "cache_tokens": 8192,

@@ -75,6 +75,7 @@ def test_with_a_window_all_before_it_is_as_far_as_its_edge(programs_of, asked, r
     assert answer(small, *asked, streams=True, preempt_every=4) == together
 
 
+@pytest.mark.deep
 def test_a_window_that_holds_everything_changes_nothing(programs_of, asked, retrieving_folder):
     programs = Programs(load(retrieving_folder, dispatch=windowed(512, 10 * PAGE)))
     assert answer(retrieving(programs), *asked) == answer(retrieving(programs_of("infllm", 10 * PAGE)), *asked)
