@@ -20,7 +20,7 @@ from mla_jax.decode.programs import THREADS
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.core.host_tier import HostTier
 from mla_jax.engine.core.job import Job, by_shard
-from mla_jax.engine.core.processing import States, functions_of, processing_of
+from mla_jax.engine.core.processing import States, processing_of, processors_of
 from mla_jax.engine.core.sampling_arrays import entries
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats
@@ -210,13 +210,14 @@ class Dispatcher:
 
     def run_processed(self, jobs: JobsByShard, shape: ProgramShape, steps: int) -> tuple[Found, States]:
         """Sends steps of jobs some of which have functions that change their logits; also their states behind these."""
-        functions, (pool, rows) = functions_of(list(itertools.chain(*jobs))), self.state()
-        given = of_shards([processing_of(mine, functions, shape.rows, shape.width) for mine in jobs])
+        kinds, (pool, rows) = processors_of(list(itertools.chain(*jobs))), self.state()
+        given = of_shards([processing_of(mine, kinds, shape.rows, shape.width) for mine in jobs])
+        functions = tuple(one.function for one in kinds.values())
         tables = self.tables(jobs, shape.rows, shape.width)
         sent = self.rows_of(jobs, shape.rows), tables, self.same(np.int32(steps)), given
-        pool, rows, found, states = self.programs.run_processed(pool, rows, tuple(functions), *sent)
+        pool, rows, found, states = self.programs.run_processed(pool, rows, functions, *sent)
         self.keep(pool, rows)
-        return found, States(tuple(functions), states)
+        return found, States(tuple(kinds), states)
 
     def alone(self, job: Job) -> JobsByShard:
         """A job in its shard, and no other."""

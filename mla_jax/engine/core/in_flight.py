@@ -163,7 +163,7 @@ class Flights:
         if job.matcher is not None:
             job.take_guided(ids, tokens.guessed(i))
         if tokens.states is not None and job.processor is not None:
-            job.take_processed(ids)
+            job.sent = 0
             tokens.states.give(job, tokens.places[i])
         job.take(ids, _logprobs(job, tokens.likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
         job.times.note(now, len(ids), self._stats.least_bytes)

@@ -1,7 +1,7 @@
 """A request while it is served."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ class Processor:
 
     function: Callable[[Any, Any, Any], tuple[Any, Any]]
     state: Any
+    kind: (
+        Hashable  # the function, and the shapes of its state: jobs of one kind share a function of a program
+    )
 
 
 class Job:
@@ -162,11 +165,6 @@ class Job:
         self.matcher.follow(ids[min(self.again, len(ids)) :])
         allowed = guesses[: self.matcher.taken(guesses)]
         self.draft = max(allowed, self.matcher.forced(), key=len)
-
-    def take_processed(self, ids: list[int]) -> None:
-        """The dispatch under way has given these tokens, perhaps fewer than it had room for."""
-        self.steps -= self.sent - len(ids)
-        self.sent = 0
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
         """Appends new tokens; tokens replayed after a preemption are not emitted again. `ended`: the device stopped the row."""

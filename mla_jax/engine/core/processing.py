@@ -1,6 +1,6 @@
 """Functions that change rows' logits: checked before a request is taken, with a state for each request on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,8 @@ from mla_jax.decode.packing import here
 from mla_jax.decode.processed import Function, Processing, TokensSoFar
 from mla_jax.engine.core.job import Job, Processor
 
+TRACED_WITH = PAGE, 2 * PAGE  # tokens of a text: a function must take any number
+
 
 def processor_of(given: LogitsProcessor | None, words: int) -> Processor | None:
     """At the beginning of an answer, for a vocabulary of this size. Raises BadRequest for a function that cannot be traced, or
@@ -22,36 +24,46 @@ def processor_of(given: LogitsProcessor | None, words: int) -> Processor | None:
         return None
     state = jax.tree.map(_as_array, given.state)
     logits = jax.ShapeDtypeStruct((words,), jnp.float32)
-    tokens = jax.eval_shape(lambda: TokensSoFar(jnp.zeros(PAGE, jnp.int32), jnp.int32(0), jnp.int32(0)))
-    try:
-        found = jax.eval_shape(given.function, logits, tokens, state)
-    except Exception as e:
-        raise BadRequest(
-            "the function in logits cannot be traced", f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        ) from e
     expected = jax.eval_shape(lambda *given: given, logits, state)
+    for size in TRACED_WITH:
+        _refuse_other_shapes(_traced(given.function, logits, size, state), expected)
+    return Processor(given.function, state, (given.function, str(_shapes(state))))
+
+
+def _traced(function: Function, logits: Any, size: int, state: Any) -> Any:
+    """The shapes that a function returns, for texts of this size."""
+    tokens = jax.eval_shape(lambda: TokensSoFar(jnp.zeros(size, jnp.int32), jnp.int32(0), jnp.int32(0)))
+    try:
+        return jax.eval_shape(function, logits, tokens, state)
+    except Exception as e:
+        reason = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        raise BadRequest("the function in logits cannot be traced", reason) from e
+
+
+def _refuse_other_shapes(found: Any, expected: Any) -> None:
     if _shapes(found) != _shapes(expected):
         raise BadRequest(
             "the function in logits does not return (logits, state) as it takes them",
             f"found {shown(_shapes(found))}",
             f"expected {shown(_shapes(expected))}",
         )
-    return Processor(given.function, state)
 
 
-def functions_of(jobs: Sequence[Job]) -> dict[Function, Any]:
-    """Each function of these jobs once, with a state of it."""
-    return {job.processor.function: job.processor.state for job in jobs if job.processor is not None}
+def processors_of(jobs: Sequence[Job]) -> dict[Hashable, Processor]:
+    """One of each kind that these jobs have."""
+    return {job.processor.kind: job.processor for job in jobs if job.processor is not None}
 
 
-def processing_of(jobs: Sequence[Job], functions: dict[Function, Any], rows: int, width: int) -> Processing:
+def processing_of(
+    jobs: Sequence[Job], kinds: Mapping[Hashable, Processor], rows: int, width: int
+) -> Processing:
     """Arguments for the jobs of a shard; rows beyond are nobody's. `width` are pages of a row."""
     text, which = np.zeros((rows, width * PAGE), np.int32), np.full(rows, -1, np.int32)
-    numbers = {function: number for number, function in enumerate(functions)}
-    states = [[like] * rows for like in functions.values()]
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    states = [[like.state] * rows for like in kinds.values()]
     for row, job in enumerate(jobs):
         if job.processor is not None:
-            which[row] = number = numbers[job.processor.function]
+            which[row] = number = numbers[job.processor.kind]
             text[row, : len(job.tokens)] = job.tokens
             states[number][row] = job.processor.state
     return Processing(text, which, tuple(jax.tree.map(lambda *each: np.stack(each), *one) for one in states))
@@ -60,13 +72,13 @@ def processing_of(jobs: Sequence[Job], functions: dict[Function, Any], rows: int
 class States(NamedTuple):
     """States of functions behind a dispatch, by row."""
 
-    functions: tuple[Function, ...]
+    kinds: tuple[Hashable, ...]
     states: Any
 
     def give(self, job: Job, place: int) -> None:
         """Gives a job its state behind its new tokens, that of row `place`."""
         if job.processor is not None:
-            mine = self.states[self.functions.index(job.processor.function)]
+            mine = self.states[self.kinds.index(job.processor.kind)]
             job.processor.state = jax.tree.map(lambda leaf: here(leaf)[place], mine)
 
 

@@ -43,6 +43,10 @@ def even_at_times(logits, tokens, state):
     return jnp.where(odd & (state["count"] % EVERY == EVERY - 1), -jnp.inf, logits), {"count": state["count"] + 1}
 
 
+def _fails_without_a_word(logits, tokens, state):
+    raise AssertionError
+
+
 COUNTS = LogitsProcessor(even_at_times, {"count": 0})
 
 
@@ -114,6 +118,16 @@ def test_rows_with_and_without_a_function_decode_together(programs_of):
     assert second == answer(drafting_engine(programs_of("nobody"), SIZE), asked[1])[0]
 
 
+def test_states_of_other_shapes_may_share_a_function_and_a_batch(programs_of):
+    def shifted(logits, tokens, state):
+        return logits + jnp.sum(state), state
+
+    processors = [LogitsProcessor(shifted, 1.0), LogitsProcessor(shifted, np.ones(2))]
+    asked = [request([5, 6], max_tokens=4, logits=one) for one in processors]
+    plain = answer(drafting_engine(programs_of("nobody"), SIZE), request([5, 6], max_tokens=4))[0]
+    assert answer(drafting_engine(programs_of("nobody"), SIZE), *asked) == [plain, plain]
+
+
 def test_a_function_is_compiled_once(programs_of):
     engine, asked = drafting_engine(programs_of("nobody"), SIZE), request([5, 6], max_tokens=4, logits=no_token_again)
     answer(engine, asked)
@@ -137,6 +151,9 @@ def test_a_mesh_gives_the_tokens_of_one_device(folder, programs_of, requests, me
         (lambda logits, tokens, state: (logits, 1 / 0), "ZeroDivisionError"),
         (lambda logits, tokens, state: (logits, float(logits[0])), "cannot be traced"),
         (LogitsProcessor(lambda logits, tokens, state: (logits, state), "text"), "expected numbers"),
+        (lambda logits, tokens, state: (logits + tokens.ids[:64].sum(), tokens.ids), "does not return"),
+        (lambda logits, tokens, state: (logits + jnp.zeros(64) @ tokens.ids, state), "cannot be traced"),
+        (_fails_without_a_word, "AssertionError"),
         (5, "expected a function"),
     ],
 )
